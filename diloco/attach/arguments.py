@@ -1,83 +1,92 @@
-"""What `Swarm` is given, as its caller types it: settings of the outer step, addresses, and what is
-said of mistakes.
+"""From the arguments of `Swarm`, as its caller types them, to the options of its node.
 
-    preset < outer=dict(...) < keywords -> `OuterConfig`
-    address < network=dict(...) < keywords -> `SwarmConfig`
+    outer < keywords             -> `OuterConfig`
+    address < network < keywords -> `SwarmConfig`
 
 Some settings have other names where they come from: `swarm.initial_peers` is `address` here. So an
-error that names one is raised again in the caller's words.
+error that names one is raised again in the caller's words. A peer that comes back to a run, in the
+same process or another, has the key that it had, calls whom it knew, and listens where it did.
 """
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from diloco.config import OuterConfig, SwarmConfig
+from diloco import model as models
+from diloco.attach.parameters import frozen_digest
+from diloco.attach.unwrap import class_name
+from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
+from diloco.config.address import address_error
 from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
-from diloco.config.files import fragments_of
-from diloco.config.manifest import hash_of
+from diloco.config.manifest import hash_of, planned
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
-from diloco.swarm.node.options import RunSpec
+from diloco.rundir.files import files_of
+from diloco.swarm.client.ask import inspect_swarm
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.recording import NAME
+from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.wire.gate import gate_for, observer_gate
+from diloco.swarm.wire.identity import identity_number, own_id
+from diloco.swarm.wire.libp2p import check_free
 
-_TYPED = {
-    "swarm.initial_peers": "address",
-    "swarm.identity_path": "identity",
-    "run.id": "run_id",
-    "run.key": "key",
-}
+COME_BACK_S = 30.0  # in which the peer at the given address may come back, too
+NAMED = 16  # addresses of other peers that are remembered
+LOWER_RATE = "lower the optimizer's learning rate"
+
+_TYPED = {"swarm.initial_peers": "address", "swarm.identity_path": "identity"}
+_TYPED |= {"run.id": "run_id", "run.key": "key"}
 _NAMES = re.compile("|".join(map(re.escape, _TYPED)) + r"|\bswarm\.(?=[a-z_]+[=:])")
 _NOBODY = "; if it had made all its steps before this peer came, start it with min_peers=2"
 # as which arguments of `Swarm` these have names of their own
 _OTHERWISE = {"initial_peers", "identity_path"}
+# directories with keys that nobody uses, by run
+_free_keys: defaultdict[str, list[Path]] = defaultdict(list)
 
 
-class ResolvedOuter(NamedTuple):
-    """Settings of the outer step; with `by_size`, into how many fragments follows from the size of
-    the model."""
-
-    outer: OuterConfig
-    by_size: bool = False
-
-    def of(self, numel: int) -> OuterConfig:
-        """Those of a model that trains so many values."""
-        return (
-            self.outer.model_copy(update={"fragments": fragments_of(numel)})
-            if self.by_size
-            else self.outer
-        )
+# -- settings as they are typed --------------------------------------------------------------------
 
 
 def outer_of(
-    preset: str | None,
-    outer: str | Mapping[str, Any] | OuterConfig | None,
-    keywords: Mapping[str, Any],
-) -> ResolvedOuter:
-    """The settings of a file of configs/outer, with others over them; raises `ConfigError`."""
+    outer: str | Mapping[str, Any] | OuterConfig | None, keywords: Mapping[str, Any]
+) -> tuple[OuterConfig, bool]:
+    """The settings of the outer step; `outer` may be a preset, a file of configs/outer.
+
+    The second is whether the number of fragments follows from the size of the model. Raises
+    `ConfigError`.
+    """
+    laid: dict[str, Any] = {"method": "diloco"}
     if isinstance(outer, str):
-        preset, outer = outer, None
-    if isinstance(outer, OuterConfig):
+        laid, outer = outer_preset(outer), None
+    elif isinstance(outer, OuterConfig):
         outer = outer.model_dump()
     said = {**(outer or {}), **keywords}
     _check_names(said, OuterConfig.model_fields)
     if said.get("method", "diloco") != "diloco":
         raise ConfigError(
-            f"method={said['method']}: a Swarm makes outer steps; diloco train has the other"
-            " methods"
+            f"method={said['method']}: a Swarm makes outer steps; diloco train has other methods"
         )
-    laid = {"method": "diloco"} if preset is None else outer_preset(preset)
     laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
     by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
     if by_size:
         del laid["fragments"]
-    return ResolvedOuter(OuterConfig.parse({**laid, **said}), by_size)
+    return OuterConfig.parse({**laid, **said}), by_size
 
 
 def network_of(
@@ -96,7 +105,8 @@ def network_of(
         said["initial_peers"] = address
     for name in ("initial_peers", "listen", "announce"):
         if name in said:
-            said[name] = _several(said[name])
+            texts = [said[name]] if isinstance(said[name], str) else said[name] or ()
+            said[name] = tuple(dict.fromkeys(text for text in texts if text != ""))
     if said.get("key_path") is not None:
         said["key_path"] = str(said["key_path"])
     with as_typed():
@@ -109,39 +119,30 @@ def network_of(
 def check_names(given: Iterable[str], swarm: Callable[..., object]) -> None:
     """Raise `ConfigError` for a name that is neither an argument of `Swarm` nor a setting."""
     arguments = list(inspect.signature(swarm).parameters)[:-1]
-    _check_names(
-        given,
-        [*arguments, *OuterConfig.model_fields, *(SwarmConfig.model_fields.keys() - _OTHERWISE)],
-    )
+    of_network = SwarmConfig.model_fields.keys() - _OTHERWISE
+    _check_names(given, [*arguments, *OuterConfig.model_fields, *of_network])
 
 
 def _check_names(given: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in given:
+        if name == "preset":
+            raise ConfigError("preset is not an argument any more; name the preset with outer=")
         if name not in known:
             guess = " or ".join(nearest(name, known))
-            remedy = (
-                f"did you mean {guess}?"
-                if guess
-                else "help(diloco.Swarm) has the arguments and settings"
-            )
+            other = "help(diloco.Swarm) has the arguments and settings"
             raise ConfigError(
-                f"{name} is neither an argument of Swarm nor a setting of the outer step; {remedy}"
+                f"{name} is neither an argument of Swarm nor a setting of the outer step;"
+                f" {f'did you mean {guess}?' if guess else other}"
             )
-
-
-def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The texts of one or several, once each and without the empty ones."""
-    texts = [value] if isinstance(value, str) else list(value or ())
-    return tuple(dict.fromkeys(text for text in texts if text != ""))
 
 
 @contextmanager
-def as_typed(
-    typed: bool = True, remedy: str = "lower the optimizer's learning rate"
-) -> Iterator[None]:
-    """Errors inside name the arguments of `Swarm`, if these were `typed`; `remedy` is for training
-    that diverges."""
+def as_typed(typed: bool = True, remedy: str = LOWER_RATE) -> Iterator[None]:
+    """Errors inside name the arguments of `Swarm`, if these were `typed`.
+
+    `remedy` is for training that diverges.
+    """
     try:
         yield
     except (SwarmError, DivergedError, ConfigError) as error:
@@ -156,24 +157,213 @@ def as_typed(
         raise type(error)(text) from None
 
 
-def loop_spec(
-    run_id: str,
-    key: str | None,
-    admit: str,
-    outer: OuterConfig,
-    parameters: Mapping[str, Tensor],
-    model: str = "",
-    frozen: str | None = None,
-) -> RunSpec:
-    """The run of a loop of one's own: outer settings, class and shapes of the model, digest of what
-    is not trained."""
-    content = {
-        "run": {"id": run_id, "key": key},
-        "swarm": {"admit": admit},
-        "outer": outer.model_dump(mode="json"),
-        **({"model": {"name": model}} if model else {}),
-        "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
-        "frozen_parameters": frozen,
-    }
-    text = json.dumps(content, sort_keys=True)
-    return RunSpec(run_id, hash_of(text), text)
+# -- the peer --------------------------------------------------------------------------------------
+
+
+class PeerArguments:
+    """What a `Swarm` was told of the run and of its peer; makes the options of the peer's node.
+
+    Attributes:
+        typed: whether it is a loop of somebody's own, who typed these arguments.
+        network: as given, and then with the addresses of last time.
+        run: what the run is on the wire, on rank 0, once there are options.
+        sequences: names those that have numbers which all peers share (see `Hello`).
+        patience_s: in which others may come back who can be called.
+        alone_s: after which it trains though fewer than `min_peers` came back.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        network: SwarmConfig,
+        identity: str | Path | None,
+        name: str,
+        key: str | None,
+        manifest: Manifest | None,
+        runtime: Runtime | None,
+    ) -> None:
+        self.run_id, self.name, self.manifest, self.runtime = run_id, name, manifest, runtime
+        self.network = self._given = network
+        self.typed = manifest is None and runtime is None
+        self._key = key if manifest is None else manifest.run.key
+        if self._key is None and (network.token or network.key_path):
+            with as_typed(self.typed):
+                self._key = gate_for(run_id, None, network.token, network.key_path).run_key
+        self.identity = None if identity in (None, "") else Path(str(identity))
+        # without one a key stays as long as the process, for the run's next peer
+        self._free_keys = [] if runtime is not None else _free_keys[run_id]
+        self._made_key: Path | None = None  # its directory
+        self._refusals: Path | None = None  # the file with the memory of refusals
+        self._of_program: dict[str, Any] = {}  # what else the node is told
+        self.run: RunSpec | None = None
+        self.sequences = ""
+        self.patience_s = self.alone_s = 0.0
+
+    def use_files(self, config: Config) -> None:
+        """Let the node have what is in a run directory, and the files that the manifest names."""
+        self._refusals = config.run.dir / "refusals" / f"{self.name}.json"
+        self._of_program = {
+            "record": config.run.dir / NAME if config.run.record else None,
+            "files": files_of(config),
+            "blank": config.model.weights is not None and not models.has_files(config.model),
+        }
+
+    def key_file(self) -> Path:
+        """Where this peer's key is, or will be."""
+        if self.identity is not None:
+            return self.identity
+        if self._made_key is None:
+            free, called = self._free_keys, "".join(self.network.initial_peers)
+            if not free or own_id(free[-1] / "identity.key") in called:  # it cannot join itself
+                free.append(Path(mkdtemp(prefix="diloco-")))
+                atexit.register(rmtree, free[-1], ignore_errors=True)
+            self._made_key = free.pop()
+        return self._made_key / "identity.key"
+
+    def seed(self) -> int:
+        """A number that follows from the key (32 bits)."""
+        file = self.key_file()
+        if self.runtime is not None:  # a simulation makes no file
+            return int.from_bytes(sha256(str(file).encode()).digest()[:6], "big") % 2**32
+        with as_typed(self.typed):
+            return identity_number(file) % 2**32
+
+    def put_key_into(self, checkpoints: Path) -> None:
+        """The key is with the checkpoints, unless it has a place; `ConfigError` if it is in use."""
+        if self._made_key is not None and self.identity is None:
+            raise ConfigError(
+                f"checkpoints={checkpoints}: this peer's key would be there, and swarm.seed or"
+                " swarm.shard has made another one; name its file with Swarm(identity=...)"
+            )
+        self.identity = self.identity or checkpoints / "identity.key"
+
+    def close(self) -> None:
+        """The run's next peer may have a key that was made here."""
+        if self._made_key is not None:
+            self._free_keys.append(self._made_key)
+            self._made_key = None
+
+    def options(
+        self,
+        outer: OuterConfig,
+        parameters: Mapping[str, Tensor],
+        model: nn.Module | None,
+        saved: Saved | None,
+        trains: bool,
+        device: str,
+        on_event: OnEvent,
+    ) -> NodeOptions:
+        """Rank 0: options of the node."""
+        identity, manifest = self.key_file(), self.manifest
+        if manifest is not None:
+            tokens_per_step = manifest.inner.batch_size * manifest.data.sequence_length
+            run = RunSpec(self.run_id, manifest.hash(), manifest.to_json(), tokens_per_step)
+            plan, admit = planned(manifest), manifest.swarm.admit
+        else:
+            run = self._run_of(outer, parameters, model)
+            plan, admit = [0, 0, outer.rounds or 0], self.network.admit
+        self.run = run
+        if self.runtime is None:  # in a simulation, wires are in memory
+            self._come_back(identity, saved, on_event)
+        network = self.network
+        key, public = (self._key, network.token, network.key_path), admit == "anyone"
+        gate = gate_for(self.run_id, *key, trains, run.manifest_hash, self._refusals, public)
+        more = {"data": self.sequences, "planned": plan, **self._of_program}
+        return NodeOptions(run, network, identity, self.name, saved, gate, trains, device, **more)
+
+    def _run_of(
+        self, outer: OuterConfig, parameters: Mapping[str, Tensor], model: nn.Module | None
+    ) -> RunSpec:
+        """Without a manifest: outer settings, class and shapes of the model, and frozen values."""
+        # nobody watches a simulation
+        name = "" if model is None or self.runtime is not None else class_name(model)
+        content = {
+            "run": {"id": self.run_id, "key": self._key},
+            "swarm": {"admit": self.network.admit},
+            "outer": outer.model_dump(mode="json"),
+            **({"model": {"name": name}} if name else {}),
+            "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
+            "frozen_parameters": None if model is None else frozen_digest(model),
+        }
+        text = json.dumps(content, sort_keys=True)
+        return RunSpec(self.run_id, hash_of(text), text)
+
+    def _come_back(self, identity: Path, saved: Saved | None, on_event: OnEvent) -> None:
+        """Call those whom this peer knew in the run, and listen where it did."""
+        assert self.run is not None
+        run, given, before = self.run, self._given, saved.addresses if saved else ()
+        self.network, called = called_again(given, identity, run.id, run.manifest_hash, before)
+        self.patience_s = COME_BACK_S if called and given.initial_peers else 0.0
+        self.alone_s = 0.0
+        if called and not self.network.initial_peers:
+            self.alone_s = COME_BACK_S if self.typed and given.min_peers > 1 else 0.0
+            version = saved.steps if saved else 0
+            told = {"called": called, "version": version, "wait_s": self.alone_s}
+            on_event("alone_again", told)
+
+    def remember(self, node: Node) -> None:
+        """Keep for the next time where this peer is, and whom it knows."""
+        if self.runtime is None and self.run is not None:
+            others = node.core.others_at()
+            remember(self.key_file(), self.run.manifest_hash, node.addresses, others)
+
+
+def known_by(identity: Path, run: str) -> tuple[list[str], list[str]]:
+    """Addresses of the peer with this key, and of others, when it was in that run last."""
+    try:
+        found = json.loads(_addresses_file(identity).read_text())
+        both = [[a for a in found[key] if address_error(a) is None] for key in ("own", "others")]
+        return (both[0], both[1]) if found["run"] == run else ([], [])
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
+        return [], []
+
+
+def remember(identity: Path, run: str, own: Sequence[str], others: Sequence[str]) -> None:
+    """Write what `known_by` reads; others that were known before stay."""
+    others = list(dict.fromkeys((*others, *known_by(identity, run)[1])))[:NAMED]
+    with suppress(OSError):  # no run ends for it
+        text = json.dumps({"run": run, "own": list(own), "others": others})
+        _addresses_file(identity).write_text(text)
+
+
+def _addresses_file(identity: Path) -> Path:
+    return identity.with_name(f"{identity.name}.peers")
+
+
+def called_again(
+    network: SwarmConfig, identity: Path, run_id: str, manifest_hash: str, saved: Sequence[str]
+) -> tuple[SwarmConfig, list[str]]:
+    """The settings with the addresses of last time, and those of other peers that were known.
+
+    These are beside the key, or `saved`. Who founded the run joins at those that answer. If nobody
+    does, or they train another run, it goes on alone.
+    """
+    own, others = known_by(identity, manifest_hash)
+    known = list(dict.fromkeys((*others, *saved)))
+    addresses = tuple(dict.fromkeys((*network.initial_peers, *known)))
+    if known and not network.initial_peers:
+        gate = observer_gate(run_id, network.token, network.key_path)
+        addresses = ()
+        with suppress(SwarmError), ThreadPoolExecutor(1) as thread:  # a notebook's has a loop
+            found = thread.submit(inspect_swarm, known, identity, gate=gate).result()
+            if hash_of(found.manifest_text) == manifest_hash:
+                addresses = tuple(found.addresses)
+    listen = tuple(next(filter(_is_free, _with_ports(one, own)), one) for one in network.listen)
+    return network.model_copy(update={"initial_peers": addresses, "listen": listen}), known
+
+
+def _with_ports(listen: str, own: Sequence[str]) -> list[str]:
+    """A multiaddr that leaves the port open, with those that this peer had."""
+    parts = listen.split("/")
+    if len(parts) < 5 or parts[4] != "0":
+        return []
+    ports = [one.split("/")[4] for one in own if one.split("/")[3:4] == parts[3:4]]
+    return ["/".join([*parts[:4], port, *parts[5:]]) for port in ports]
+
+
+def _is_free(listen: str) -> bool:
+    try:
+        check_free([listen])
+    except SwarmError:
+        return False
+    return True

@@ -7,20 +7,18 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from enum import Enum, auto
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from diloco.attach.console_log import Callbacks
 from diloco.attach.devices import default_modes
 from diloco.attach.inner_optimizer import InnerStateTransfer, snapshot
 from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
 from diloco.attach.parameters import TrainedParams
+from diloco.attach.program import Program, leave
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers, StepHooks, swarm_steps
 from diloco.attach.sharded import restored_after
-from diloco.attach.signals import leave
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError
 from diloco.outer.fragments import Fragment, partition
@@ -30,6 +28,7 @@ from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
+from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.malloc import trim_heap
 
 __all__ = ["Attachment"]
@@ -58,20 +57,20 @@ class Action(Enum):
     STOP = auto()
 
 
+Exchange = Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
+
+
 class Attachment:
     """A model in step with the swarm.
 
     Attributes:
-        version: outer steps that the anchor has seen. steps: inner steps of this peer, over all its
-            sessions.
-        applied_tokens: the swarm clock. tokens, discarded_tokens: this peer's own, over all its
-            sessions.
-        inner_step, target_steps: of the cycle under way. unsent_tokens: of inner steps that are in
-            no contribution yet.
+        version, applied_tokens: outer steps that the anchor has seen, and tokens that are in it.
+        steps, tokens, discarded_tokens: this peer's own, over all its sessions.
+        inner_step, target_steps: of the cycle under way; unsent_tokens: in no contribution yet.
+        counted_tokens: of the coming inner step, so far.
         exchanged: whether the last `optimizer.step()` ended in an exchange.
-        interrupted: whether the loop has to end before the budget is used up; ended_by: the signal,
-            or 0.
-        view: what can be seen of the swarm node; None before entering, and on ranks other than 0.
+        interrupted: whether the loop has to end before the budget is used up.
+        ended_by: the signal that ends it, or 0.
 
     If training diverges, the exchange raises `DivergedError` before anything non-finite is sent.
     When the model trains other parameters than it did at first, it raises `ConfigError`.
@@ -88,58 +87,54 @@ class Attachment:
         ranks: RankGroup,
         phases: PhaseTimer,
         runtime: Runtime,
-        callbacks: Callbacks,
+        program: Program,
         schedulers: Schedulers,
     ) -> None:
         saved = None if options is None else options.saved
         self.parameters, self.schedulers = parameters, schedulers
         self.outer, self.ranks, self.phases = outer, ranks, phases
-        self.view: NodeHandle | None = None
         self.version = self._round_version = saved.steps if saved else 0
         self.applied_tokens = saved.applied_tokens if saved else 0
         self.steps = self.tokens = self.discarded_tokens = 0
         self.inner_step, self.target_steps, self.unsent_tokens = 0, outer.sync_every, 0
-        self.exchanged = self.interrupted = False
-        self.ended_by = 0
+        self.exchanged, self.interrupted, self.ended_by = False, False, 0
         self.stop_asked: int | None = None  # by a signal of that number, or 0
-        self.patience_s = 0.0  # in which somebody may come who can be called
-        self._phase = Phase.NEW
-        self._in_block = True  # a `with` block ends it
+        self._phase, self._in_block = Phase.NEW, True  # a `with` block ends it
         self._link = NodeLink(ranks, runtime, phases)
-        self._optimizer, self._options, self._callbacks = optimizer, options, callbacks
+        self._optimizer, self._options, self._program = optimizer, options, program
         self._hook: Any = None
         self._progress = Progress(phases, runtime.clock)
-        self._inner_state = InnerStateTransfer(optimizer, ranks, callbacks.on_event)
-        self._counted_tokens = self._sequences_per_round = 0
+        self._inner_state = InnerStateTransfer(optimizer, ranks, program.on_event)
+        self.counted_tokens = self._sequences_per_round = 0
+
+    @property
+    def view(self) -> NodeHandle | None:
+        """What can be seen of the swarm node; None before entering, and on ranks > 0."""
+        return self._link.view
 
     @property
     def node(self) -> Node | None:
-        """The swarm node, which only its runtime may change; None before entering, and on ranks
-        other than 0."""
+        """The swarm node, which only its runtime may change; None where `view` is None."""
         return self._link.node
 
     # -- joining and leaving -----------------------------------------------------------------------
 
     def open(self) -> Attachment:
-        """As entering, without a `with` block; `close` ends it, or the program does, without a
-        goodbye."""
+        """Enter without a `with` block; `close` ends it, or the program, without a goodbye."""
         atexit.register(self.drop_out)
         self._in_block = False
         return self.__enter__()
 
     def close(self, kind: type[BaseException] | None = None) -> None:
-        """Leave the swarm as at the end of a `with` block, which this kind of error has ended. Can
-        be called twice."""
-        if self._phase not in RUNNING:
-            return self.drop_out()
-        self.__exit__(kind, None, None)
+        """Leave as at the end of a `with` block, which that error ended. Can be called twice."""
+        self.__exit__(kind) if self._phase in RUNNING else self.drop_out()
 
     @default_modes
     def __enter__(self) -> Attachment:
         if self._phase in RUNNING:  # opened already
             return self
         try:
-            with self._callbacks.joining(), self.phases.during("wait"):
+            with self._program.joining(), self.phases.during("wait"):
                 self._connect()
                 warms_up = self._begin()
         except BaseException:
@@ -153,12 +148,7 @@ class Attachment:
         return self
 
     @default_modes
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._phase not in RUNNING:  # closed already
             return
         self._hook.remove()
@@ -168,7 +158,7 @@ class Attachment:
                 self.finish()
             self.phases.switch(None)
             finished = finished and not self.interrupted
-            self._callbacks.on_leave(kind)
+            self._program.on_leave(kind)
             # the loop may have said so already
             with suppress(DivergedError) if kind else nullcontext():
                 self._link.call(lambda node: node.leave(finished))
@@ -178,7 +168,7 @@ class Attachment:
                 if self.node is not None:
                     self.version, self.applied_tokens = self.node.clock()
                     self.discarded_tokens = self.node.core.discarded()
-            self._callbacks.on_end(finished)
+            self._program.on_end(finished)
         finally:
             self.drop_out()
 
@@ -196,26 +186,23 @@ class Attachment:
         if not (options.saved and self._inner_state.has_state):
             self._inner_state.source = options.network.inner_state
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
-        # For a joiner, called in other threads; before the first step there is none.
-        options = replace(
-            options, inner_state=lambda: snapshot(self._optimizer) if self.steps else None
-        )
-        self.view = view = self._link.open(
-            options, replica, self._callbacks.on_event, self.patience_s, self._is_asked_to_stop
-        )
+        options = replace(options, inner_state=self._snapshot)
+        told, patience_s = self._program.on_event, self._program.patience_s
+        view = self._link.open(options, replica, told, patience_s, self._is_asked_to_stop)
         view.node.leased.plan_round(self._sequences_per_round)
         if self.stop_asked is not None:
             self.interrupt(self.stop_asked)
-        self._callbacks.on_ready(view.address)
+        self._program.on_ready(view)
+
+    def _snapshot(self) -> InnerState | None:
+        """For a joiner, called in other threads; before the first step there is none."""
+        return snapshot(self._optimizer) if self.steps else None
 
     def _begin(self) -> bool:
-        """All ranks: wait for the swarm and adopt its anchor; whether the first cycle is left
-        out."""
-        state, cold = None, False
+        """All ranks: adopt the swarm's anchor; whether the first cycle is left out."""
+        state, cold, runtime = None, False, self._link.runtime
         if self.node is not None:
-            state, cold = self._inner_state.fetch(
-                self.node, self._link.runtime, self._is_asked_to_stop
-            )
+            state, cold = self._inner_state.fetch(self.node, runtime, self._is_asked_to_stop)
         begun = self._link.begin(self.outer.sync_every, cold, fetched=state is not None)
         self._go_to(begun)
         if begun.cold:
@@ -236,15 +223,14 @@ class Attachment:
             self.close(SystemExit)
 
     def _end_loop(self) -> None:
-        if self.ended_by and self._callbacks.ends_loop:
+        if self.ended_by and self._program.ends_loop:
             self.close_opened()
             leave(self.ended_by)
 
     @default_modes
     def finish(self) -> None:
-        """Wait for the updates that are under way, for which the other peers wait, too. No inner
-        step may follow."""
-        with self._callbacks.exchanging(), self.phases.during("comm"):
+        """Wait for the updates under way, as the other peers do. No inner step may follow."""
+        with self._program.exchanging(), self.phases.during("comm"):
             self._link.call(lambda node: node.finish())
 
     def drop_out(self) -> None:
@@ -252,12 +238,11 @@ class Attachment:
         atexit.unregister(self.drop_out)
         if self._phase in RUNNING:
             self._phase = Phase.LEFT
-            self._callbacks.on_end(False)
+            self._program.on_end(False)
         self._link.close()
 
     def interrupt(self, number: int = 0) -> None:
-        """Stop waiting for the swarm; may be called from the handler of a signal, with its
-        number."""
+        """Stop waiting for the swarm; a signal's handler may call it, with the number."""
         self.stop_asked = number
         # several ranks agree on the step after which they stop
         self.interrupted = self.ranks.size == 1
@@ -267,26 +252,17 @@ class Attachment:
     # -- training ----------------------------------------------------------------------------------
 
     def lease_units(self, sequences_per_round: int, batches_ahead: int = 0) -> RankLeases:
-        """Take part in the run's common list of sequences, so many in a round; call it before
-        entering.
+        """Take part in the run's common list of sequences; call it before entering.
 
-        Every sequence is leased to one peer at a time; those of a peer that dies, and of a
-        contribution that is discarded, are leased again.
+        A sequence is one peer's at a time. Those of a peer that dies, and of a contribution that is
+        discarded, are leased again.
         """
         self._sequences_per_round = sequences_per_round
-        return RankLeases(
-            self.ranks, lambda: None if self.node is None else self.node.leased, batches_ahead
-        )
+        return RankLeases(self._link, batches_ahead)
 
     def count(self, tokens: int) -> None:
-        """How many tokens the coming inner step is made of, of all ranks: its weight. Without a
-        call it is 1."""
-        self._counted_tokens += tokens
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether somebody has told of the coming inner step."""
-        return self._counted_tokens > 0
+        """How many tokens the coming inner step is made of, of all ranks: its weight, or 1."""
+        self.counted_tokens += tokens
 
     def report(self, loss: float) -> None:
         """The mean loss of the last inner steps (nats per token), for watchers of the swarm."""
@@ -302,28 +278,27 @@ class Attachment:
         self.schedulers.step_to(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
-        with self._callbacks.exchanging():
+        with self._program.exchanging():
             self._after_step()
         self._end_loop()
 
     @default_modes
     def _after_step(self) -> None:
-        tokens, self._counted_tokens = self._counted_tokens or 1, 0
+        tokens, self.counted_tokens = self.counted_tokens or 1, 0
         self.steps += 1
         self.tokens += tokens
         self.exchanged = False
         self._progress.measure(self.steps)
         action = self._next_action(tokens)
         if action is Action.EXCHANGE:
-            self.parameters.check(self._callbacks.on_event)
+            self.parameters.check(self._program.on_event)
             self._exchange(lambda node: node.exchange())
         elif action is Action.TAKE_PART:
             self._phase = Phase.TRAINING
             self._exchange(lambda node: node.begin(self.outer.sync_every))
 
     def _next_action(self, tokens: int) -> Action:
-        """All ranks: what comes after an inner step, as rank 0 says: a signal may have reached only
-        some of them."""
+        """All ranks: what follows an inner step, as rank 0 says; a signal may reach only some."""
         waits, position = self._link.stepped(tokens, self._progress.steps_per_s)
         asked = -1 if self.stop_asked is None else self.stop_asked
         stop, due, *there = map(int, self.ranks.broadcast_floats([asked, waits, *position]))
@@ -336,9 +311,7 @@ class Attachment:
         self._move_on(Position(*there))
         return Action.EXCHANGE if due else Action.TRAIN
 
-    def _exchange(
-        self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
-    ) -> None:
+    def _exchange(self, exchange: Exchange) -> None:
         """Send what is due, and go on from what is new."""
         self._hook.free_gradients()  # their memory is what the exchange needs at its peak
         with self.phases.during("comm"):
@@ -346,9 +319,7 @@ class Attachment:
             self._adopt(exchange)
         self._progress.restart(self.steps)
 
-    def _adopt(
-        self, exchange: Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
-    ) -> None:
+    def _adopt(self, exchange: Exchange) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
         with self.parameters.exchanging():
             position = self._link.adopt(exchange)
@@ -367,21 +338,18 @@ class Attachment:
             self.report(self._progress.loss)
             rounds = 0 if self.node is None else self.node.core.facts.planned[-1]
             if rounds and self.version == rounds + 1:
-                self._callbacks.on_event("rounds_over", {"rounds": rounds, "version": self.version})
+                self._program.on_event("rounds_over", {"rounds": rounds, "version": self.version})
 
     def _go_to(self, position: Position) -> None:
         if not position.done:
             self.interrupted = True
             return
-        # All are less than before when another history won.
-        self.version, self.applied_tokens = position.version, position.applied_tokens
-        self.discarded_tokens, self.unsent_tokens = (
-            position.discarded_tokens,
-            position.unsent_tokens,
-        )
-        self.inner_step, self.target_steps = position.inner_step, position.target_steps
+        # all are less than before when another history won
+        _, self.version, self.applied_tokens, self.discarded_tokens, *cycle = position[:7]
+        self.inner_step, self.target_steps, self.unsent_tokens = cycle
 
     def anchor_digest(self) -> str:
+        """As `NodeHandle.anchor_digest`."""
         assert self.view is not None
         return self.view.anchor_digest()
 
@@ -389,8 +357,7 @@ class Attachment:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """All ranks: the parameters are the anchor inside; what is trained comes back
-        afterwards."""
+        """All ranks: the parameters are the anchor inside, and afterwards what is trained."""
         if self._phase in (Phase.NEW, Phase.FINISHED):
             yield
             return
@@ -404,17 +371,14 @@ class Attachment:
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """Rank 0: the state at the last exchange; at a barrier the tensors are the live ones, which
-        stay as they are inside.
-        """
+        """Rank 0: the state at the last exchange. Its tensors may be live, and stay inside."""
         with self._paused():
-            assert self._link.node is not None
-            yield self._link.runtime.call(self._link.node.snapshot(copies=not self.outer.lockstep))
+            assert self.node is not None
+            yield self._link.runtime.call(self.node.snapshot(copies=not self.outer.lockstep))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The peer takes no inner steps inside, and is not taken for stalled. Afterwards it trains
-        on."""
+        """The peer takes no inner steps inside, and is not taken for stalled."""
         before = self._phase
         if before is Phase.PAUSED or (self.view is not None and self.view.closed):
             yield
@@ -427,16 +391,9 @@ class Attachment:
             if self._phase is Phase.PAUSED:
                 self._phase = before
             self._link.call(lambda node: node.resume())
-            # The swarm may have gone on in the pause. Several ranks hear of it after their next
-            # step.
-            node = self.node
-            if (
-                before is Phase.TRAINING
-                and self.ranks.size == 1
-                and not self.interrupted
-                and node
-                and node.waits
-            ):
+            # the swarm may have gone on meanwhile; several ranks hear of it after their next step
+            trains = before is Phase.TRAINING and not self.interrupted
+            if trains and self.ranks.size == 1 and self.node and self.node.waits:
                 with self.phases.during("comm"):
                     self._adopt(lambda node: node.exchange())
             self._progress.restart(self.steps)

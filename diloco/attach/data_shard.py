@@ -1,13 +1,11 @@
 """Different data for each peer: an order of its own for data that can be indexed, and a share of a
 stream.
 
-    dataset[i]             -> dataset[order[i]]          each peer draws its own order, by its seed
+    dataset[i]             -> dataset[order[i]]          each peer draws its order by its seed
     item 0, item 1, ...    -> those that are this peer's  each item has one owner among the peers
-                           that are there
 
-The owner of an item of a stream is found by rendezvous hashing: all peers that agree on who is
-there agree on the owner of every item, without talking. When a peer goes, its items, and no others,
-go to the rest.
+Rendezvous hashing finds the owner of an item: all peers that agree on who is there agree on it
+without talking. When a peer goes, its items, and no others, go to the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, Subset, get_worker_info
@@ -28,8 +26,10 @@ WORKERS = 2**48  # numbers of items that one worker of a DataLoader may count
 
 
 class ActivePeers:
-    """The peers among whom a stream is shared, in shared memory, for workers of a DataLoader. Of
-    none it is all."""
+    """The peers that share a stream, in shared memory, for workers of a DataLoader.
+
+    Without any, each item is this peer's.
+    """
 
     def __init__(self) -> None:
         # how many, this peer, all peers
@@ -46,98 +46,87 @@ class ActivePeers:
     def owns(self, item: int) -> bool:
         """Whether the item of that number is this peer's."""
         count, me, *peers = self._numbers[: 2 + int(self._numbers[0])].tolist()
-        return count == 0 or bool(
-            me == max(peers, key=lambda peer: sha256(f"{item}:{peer}".encode()).digest())
-        )
+        ranked = max(peers, key=lambda one: sha256(f"{item}:{one}".encode()).digest(), default=me)
+        return count == 0 or bool(me == ranked)
 
 
 def _number(peer: str) -> int:
     return int.from_bytes(sha256(peer.encode()).digest()[:7], "big")
 
 
-class _Share:
-    """Every `of`-th item, from `index` on."""
+class _FixedPart(NamedTuple):
+    """Every `of`-th item, from `first` on."""
 
-    def __init__(self, index: int, of: int) -> None:
-        self.index, self.of = index, of
+    first: int
+    of: int
 
     def owns(self, item: int) -> bool:
-        return item % self.of == self.index
+        return item % self.of == self.first
 
 
-def _is_own(share: ActivePeers | _Share, item: object, number: int) -> bool:
-    """For `filter(with_indices=True)` of the library datasets, whose workers count the items that
-    they get each."""
-    return share.owns(_of_worker(number))
+Share = ActivePeers | _FixedPart
 
 
-def _of_worker(number: int) -> int:
-    """A number of an item that no other worker of this peer gives to another item."""
+def _is_own(share: Share, item: object, number: int) -> bool:
+    """Workers of a DataLoader count the items that they get each."""
     worker = get_worker_info()
-    return number if worker is None else worker.id * WORKERS + number
+    return share.owns(number if worker is None else worker.id * WORKERS + number)
 
 
-class _Shared(IterableDataset[Any]):
+class _SharedStream(IterableDataset[Any]):
     """This peer's share of a stream, which is read whole and passed on in part."""
 
-    def __init__(self, stream: Iterable[Any], share: ActivePeers | _Share) -> None:
+    def __init__(self, stream: Iterable[Any], share: Share) -> None:
         self.stream, self._share = stream, share
 
     def __iter__(self) -> Iterator[Any]:
-        return (
-            item for number, item in enumerate(self.stream) if self._share.owns(_of_worker(number))
-        )
+        items = enumerate(self.stream)
+        return (item for number, item in items if _is_own(self._share, item, number))
 
 
 def shard(
     dataset: Any,
     seed: Callable[[], int],
-    living: Callable[[], ActivePeers],
+    active: Callable[[], ActivePeers],
     index: int | None,
     of: int | None,
 ) -> Any:
-    """As `Swarm.shard`; `seed` and `living` are asked for where they are needed."""
-    if (index is None) != (of is None) or (
-        of is not None and index is not None and not 0 <= index < of
-    ):
+    """As `Swarm.shard`; `seed` and `active` are called where they are needed."""
+    part = None if index is None or of is None else _FixedPart(index, of)
+    if (index, of) != (None, None) and (part is None or not 0 <= part.first < part.of):
         raise ConfigError(
             f"index={index}, of={of}: give both or none; index=0, of=2 is the first of two parts"
         )
-    part = None if index is None or of is None else _Share(index, of)
     kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
-    if isinstance(dataset, Mapping) or isinstance(dataset, str):
+    if isinstance(dataset, Mapping | str):
         raise ConfigError(
             f"shard({kind}): no dataset; give one of its values, such as data['train']"
         )
     if hasattr(dataset, "dtype") and hasattr(dataset, "shape"):  # an array or a tensor
         if part is None:
             raise ConfigError(
-                f"shard({kind}): rows of an array may hang together, so they are put into no other"
-                " order; draw from it with a generator of swarm.seed, or take a part with index=0,"
-                " of=2"
+                f"shard({kind}): rows of an array may hang together, so they keep their order; draw"
+                " from it with a generator of swarm.seed, or take a part with index=0, of=2"
             )
-        return dataset[
-            len(dataset) * part.index // part.of : len(dataset) * (part.index + 1) // part.of
-        ]
-    indexed = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
-    if indexed and hasattr(dataset, "__getitem__"):
-        # what it returns is one of its own, which trainers know how to use
-        if library == "datasets":
-            return (
-                dataset.shuffle(seed=seed()) if part is None else dataset.shard(part.of, part.index)
-            )
+        begin, end = (len(dataset) * number // part.of for number in (part.first, part.first + 1))
+        return dataset[begin:end]
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if indexed and not isinstance(dataset, IterableDataset):
+        # what the library returns is a dataset of its own, which trainers know how to use
+        if library == "datasets" and part is None:
+            return dataset.shuffle(seed=seed())
+        if library == "datasets" and part is not None:
+            return dataset.shard(part.of, part.first)
         if part is not None:
-            return Subset(dataset, range(part.index, len(dataset), part.of))
-        order = torch.randperm(
-            len(dataset), generator=torch.Generator().manual_seed(seed()), device="cpu"
-        )
+            return Subset(dataset, range(part.first, len(dataset), part.of))
+        generator = torch.Generator().manual_seed(seed())
+        order = torch.randperm(len(dataset), generator=generator, device="cpu")
         return Subset(dataset, array("q", order.numpy().tobytes()))
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(
-            f"shard({kind}): it has neither __len__ and __getitem__ nor __iter__; give a dataset or"
-            " an iterable"
+            f"shard({kind}): it has no __len__ and __getitem__, nor __iter__; give a dataset"
         )
-    share = part or living()
+    share = part or active()
     if library == "datasets":
         return dataset.filter(partial(_is_own, share), with_indices=True)
-    return _Shared(dataset, share)
+    return _SharedStream(dataset, share)

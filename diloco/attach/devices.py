@@ -66,8 +66,8 @@ def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.devi
         return torch.device("cpu")
     if wanted not in ("auto", kind) or (number and int(number) >= count):
         raise ConfigError(
-            f"train.device={setting} is not there: this machine has {_words(kind, count)}; use auto"
-            " or cpu"
+            f"train.device={setting} is not there: this machine has {_words(kind, count)};"
+            " use auto or cpu"
         )
     if not number and local_size > count:
         raise ConfigError(

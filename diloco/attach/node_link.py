@@ -24,7 +24,6 @@ from diloco.outer.local import train_on_current_stream
 from diloco.outer.replica import Replica
 from diloco.ranges import first
 from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.node import ExchangeResult, Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.recorder import ledger_totals
@@ -104,6 +103,13 @@ class NodeHandle:
             return {str(f.index): f"{f.tip.head.number}:{digest[:16]}" for f, digest in found}
 
         return self.look(both)
+
+
+def trainers(node: Node) -> list[str]:
+    """The peers that train, this one included, in the order of their ids."""
+    facts = node.core.facts
+    trains = (one for one in facts.members.all() if one.hello.trains and not one.status.leaves)
+    return sorted([facts.me, *(member.peer for member in trains)])
 
 
 class Position(NamedTuple):
@@ -253,18 +259,16 @@ class NodeLink:
 class RankLeases:
     """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks."""
 
-    def __init__(
-        self, ranks: RankGroup, leased: Callable[[], LeasedData | None], batches_ahead: int
-    ) -> None:
-        self._ranks, self._leased, self._batches_ahead = ranks, leased, batches_ahead
+    def __init__(self, link: NodeLink, batches_ahead: int) -> None:
+        self._link, self._batches_ahead = link, batches_ahead
         self._coming: fields.Units = ()
 
     def take(self, number: int) -> fields.Units | None:
         """All ranks: the next `number` sequences, or None while so many are not leased."""
-        data = self._leased() if self._ranks.is_rank0 else None
+        data = None if self._link.node is None else self._link.node.leased
         taken = None if data is None else data.take(number)
         coming = () if data is None or taken is None else data.ahead(self._batches_ahead * number)
-        taken, self._coming = self._ranks.broadcast((taken, coming))
+        taken, self._coming = self._link.ranks.broadcast((taken, coming))
         return taken
 
     def ahead(self, number: int) -> fields.Units:

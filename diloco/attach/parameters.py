@@ -6,8 +6,7 @@ frozen parameters       must be equal on all peers: their digest is part of the 
 buffers                 each peer's own, such as the running statistics of BatchNorm. A peer says
                         which ones its training changes.
 
-Names do not depend on what libraries wrap around a model or its parts, so peers may wrap it
-differently.
+Peers may wrap a model or its parts differently: the names are those of the plain model.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ SAMPLED = 64  # values of each parameter
 
 
 class TrainedParams(dict[str, Tensor]):
-    """The trained parameters of a model, by name; raises `ConfigError` for those that no outer step
-    can carry."""
+    """The trained parameters of a model, by name.
+
+    Raises `ConfigError` for those that no outer step can carry.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         for name, one in (*model.named_parameters(), *model.named_buffers()):
@@ -61,8 +62,9 @@ class TrainedParams(dict[str, Tensor]):
         return {name: parameter.numel() for name, parameter in self.items()}
 
     def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
-        """`ConfigError` for an optimizer of other parameters, and for values that are not finite;
-        says which it leaves alone.
+        """`ConfigError` for an optimizer of other parameters, and for values that are not finite.
+
+        Says which parameters the optimizer leaves alone.
         """
         name, own = kind_of(optimizer), set(self._model.parameters())
         grouped = dict.fromkeys(one for group in optimizer.param_groups for one in group["params"])
@@ -83,44 +85,33 @@ class TrainedParams(dict[str, Tensor]):
             values = local_tensor(one.detach())
             if values.numel() and not all(math.isfinite(end) for end in values.aminmax()):
                 raise ConfigError(
-                    f"{key} has NaN or infinite values at attach; load or initialise the model"
-                    " again"
+                    f"{key} has NaN or infinite values at attach; load or initialise it again"
                 )
-        self._tell(
-            on_event, missing, "are in no group of the optimizer, so this peer does not train them"
-        )
+        why = "are in no group of the optimizer, so this peer does not train them"
+        self._tell(on_event, missing, why)
 
     def _tell(self, on_event: OnEvent, names: Sequence[str], why: str) -> None:
         if names:
-            on_event(
-                "untrained",
-                {"parameters": len(names), "of": len(self), "names": _some(names), "why": why},
-            )
+            told = {"parameters": len(names), "of": len(self), "names": _some(names), "why": why}
+            on_event("untrained", told)
 
     def remember(self) -> None:
         """These values are where the first round begins."""
-        self._before = {
-            name: values_digest({name: one.detach()})
-            for name, one in self.items()
-            if not is_sharded(one)
-        }
+        whole = {name: one.detach() for name, one in self.items() if not is_sharded(one)}
+        self._before = {name: values_digest({name: one}) for name, one in whole.items()}
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """An exchange moves the parameters inside; it is watched until training was seen to go on
-        from there."""
+        """An exchange moves the parameters inside; once, it is checked that training goes on from
+        there."""
         before = None if self._is_kept else self._sample()
         yield
         self._moved = None if before is None else (before, self._sample())
 
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter."""
-        return torch.cat(
-            [
-                local_tensor(one.detach()).reshape(-1)[:SAMPLED].float().cpu()
-                for one in self.values()
-            ]
-        )
+        local = (local_tensor(one.detach()) for one in self.values())
+        return torch.cat([one.reshape(-1)[:SAMPLED].float().cpu() for one in local])
 
     def check_kept(self) -> None:
         """`ConfigError` when they went back most of the way that the last exchange moved them."""
@@ -136,29 +127,12 @@ class TrainedParams(dict[str, Tensor]):
         self._is_kept = bool(way.any())
 
     def check(self, on_event: OnEvent) -> None:
-        """`ConfigError` when the model trains other parameters now; after the first round: what
-        training does not change.
+        """`ConfigError` when the model trains other parameters now.
+
+        After the first round it says which buffers training changes, and which parameters it does
+        not.
         """
-        buffers, self._buffers = self._buffers, {}
-        digests = buffer_digests(self._model) if buffers else {}
-        changed = [name for name, digest in digests.items() if digest != buffers.get(name)]
-        if changed:
-            why = (
-                "training changes these buffers, and each peer keeps its own; GroupNorm or"
-                " LayerNorm need none"
-            )
-            on_event("own_buffers", {"buffers": len(changed), "first": changed[0], "why": why})
-        before, self._before = self._before, {}
-        still = [
-            name
-            for name, one in before.items()
-            if one and one == values_digest({name: self[name].detach()})
-        ]
-        self._tell(
-            on_event,
-            still,
-            "did not move before the first exchange (no gradient, or too small a rate)",
-        )
+        self._tell_changes(on_event)
         for name, parameter in _trained(self._model):
             if name not in self:
                 raise ConfigError(
@@ -166,8 +140,7 @@ class TrainedParams(dict[str, Tensor]):
                 )
             if parameter is not self[name]:
                 raise ConfigError(
-                    f"{name} is another parameter since attach, and the swarm has the old one;"
-                    f" {AGAIN}"
+                    f"{name} is another parameter since attach; the swarm has the old one; {AGAIN}"
                 )
             if parameter.shape != self._shapes[name]:
                 now, then = list(parameter.shape), list(self._shapes[name])
@@ -175,6 +148,18 @@ class TrainedParams(dict[str, Tensor]):
                     f"{name} has shape {now}, and had {then} when it was attached; {AGAIN}"
                 )
             _check(name, parameter)
+
+    def _tell_changes(self, on_event: OnEvent) -> None:
+        buffers, self._buffers = self._buffers, {}
+        now = buffer_digests(self._model) if buffers else {}
+        if changed := [name for name, digest in now.items() if digest != buffers.get(name)]:
+            why = "training changes them, and each peer keeps its own; GroupNorm needs none"
+            on_event("own_buffers", {"buffers": len(changed), "first": changed[0], "why": why})
+        before, self._before = self._before, {}
+        now = {name: values_digest({name: self[name].detach()}) for name in before}
+        still = [name for name, digest in before.items() if digest and digest == now[name]]
+        why = "did not move before the first exchange (no gradient, or too small a rate)"
+        self._tell(on_event, still, why)
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -195,10 +180,10 @@ def _check(name: str, parameter: Tensor) -> None:
     if parameter.is_meta:
         raise ConfigError(f"{name} has no values yet (device=meta); load the model before attach")
     if not has_row_layout(parameter):
+        placements = list(parameter.placements)  # type: ignore[attr-defined]
         raise ConfigError(
-            f"{name} is laid out as {list(parameter.placements)}, "  # type: ignore[attr-defined]
-            "and outer steps know rows along the first dimension "
-            "only; shard the model with fully_shard, without tensor parallelism"
+            f"{name} is laid out as {placements}, and outer steps know rows along the first"
+            " dimension only; shard the model with fully_shard, without tensor parallelism"
         )
     if type(parameter.data) is not Tensor and not is_sharded(parameter):
         raise ConfigError(
@@ -209,25 +194,23 @@ def _check(name: str, parameter: Tensor) -> None:
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Digest of the parameters that require no gradient; None where there are none. It costs about
-    2 s per 10^9 of them.
-    """
+    """Digest of the parameters that require no gradient, if any (about 2 s per 10^9 of them)."""
     return values_digest({name: p.detach() for name, p in named(model) if not p.requires_grad})
 
 
 def buffer_digests(model: nn.Module) -> dict[str, str | None]:
     """Of the buffers of a model's state dict."""
     kept = {unwrapped_name(model, name) for name in model.state_dict()}
-    named = ((unwrapped_name(model, name), one) for name, one in model.named_buffers())
-    return {name: values_digest({name: one}) for name, one in named if name in kept}
+    buffers = ((unwrapped_name(model, name), one) for name, one in model.named_buffers())
+    return {name: values_digest({name: one}) for name, one in buffers if name in kept}
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
-    """Digest (hex) of names, shapes and values (as fp32) of tensors of any dtype and layout; None
-    without any."""
-    real = {
-        name: torch.view_as_real(one) if one.is_complex() else one for name, one in tensors.items()
-    }
+    """Digest (hex) of names, shapes and values (as fp32) of tensors of any dtype and layout.
+
+    None without any values.
+    """
+    real = {key: torch.view_as_real(t) if t.is_complex() else t for key, t in tensors.items()}
     numels = {name: one.numel() for name, one in real.items()}
     if not sum(numels.values()):
         return None

@@ -2,13 +2,13 @@
 
 They average gradients in every inner step: each has the whole model (DistributedDataParallel), or
 rows of every parameter (FSDP2, `fully_shard`). Only rank 0 talks to the swarm. Its decisions, and
-the swarm's answers, reach the others by broadcast, so ranks cannot differ; `sharded` moves
-parameters. One process alone broadcasts nothing.
+the swarm's answers, reach the others by broadcast, so ranks cannot differ.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -24,24 +24,20 @@ from diloco.attach import devices
 from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
 
-# What gloo and NCCL say when another rank has ended.
-BROKEN = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-)
+# what gloo and NCCL say when another rank has ended
+BROKEN = "Connection (closed|reset) by peer|Broken pipe|remote process exited"
 LOST_S = 2.0  # after which a rank that has not said that it ends is lost
-# Other ranks wait for a word of rank 0 while it waits for the swarm, which has deadlines of its
-# own.
+# Other ranks wait for rank 0 while it waits for the swarm, which has deadlines of its own.
 WORD_TIMEOUT = timedelta(hours=12)
 
 T = TypeVar("T")
 
 
 class RankGroup:
-    """Rank, size and device of this process, and the collectives that keep ranks alike; `broken`
-    once one is lost."""
+    """Rank and device of this process, and the collectives that keep ranks alike.
+
+    `broken` once another rank is lost.
+    """
 
     def __init__(
         self,
@@ -60,8 +56,7 @@ class RankGroup:
 
     @classmethod
     def from_process_group(cls, device: torch.device) -> RankGroup:
-        """The ranks of the process group that somebody has made, who also ends it; without one,
-        this process alone."""
+        """The ranks of the process group that somebody has made, or this process alone."""
         rank, size = cls.rank_and_size()
         return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
 
@@ -72,8 +67,7 @@ class RankGroup:
 
     @classmethod
     def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> RankGroup:
-        """The ranks that torchrun's environment describes; with `parallel` fsdp each has rows of
-        every parameter.
+        """The ranks that torchrun's environment describes; `parallel` is ddp or fsdp.
 
         Raises `ConfigError` if `device` (train.device) is not there.
         """
@@ -89,8 +83,7 @@ class RankGroup:
         return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
     def new_group(self, backend: str) -> Any:
-        """A process group of all ranks, for collectives of a thread or a kind of their own. All
-        ranks call it."""
+        """All ranks: a process group for collectives of a thread or a kind of their own."""
         return dist.new_group(backend=backend, timeout=WORD_TIMEOUT)
 
     @property
@@ -104,8 +97,7 @@ class RankGroup:
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over the ranks; FSDP2 cuts `model`
-        itself into rows."""
+        """The model whose backward pass averages gradients; FSDP2 cuts `model` itself into rows."""
         if self.size == 1:
             return model
         if not self.sharded:
@@ -114,33 +106,26 @@ class RankGroup:
 
         for layer in layers_of(model):
             fully_shard(layer)
-        # After a forward pass without a backward pass nothing stays whole: an exchange would find
-        # another layout.
+        # nothing stays whole after a forward pass alone: an exchange would find another layout
         fully_shard(model, reshard_after_forward=True)
         return model
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes inside add to this rank's gradients; the first one after it averages all
-        of that."""
+        """Backward passes inside add to this rank's gradients; the next one averages the sum."""
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
-        return (
-            _without_reduction(wrapped)
-            if hasattr(wrapped, "set_requires_gradient_sync")
-            else nullcontext()
-        )
+        is_sharded = hasattr(wrapped, "set_requires_gradient_sync")
+        return _without_reduction(wrapped) if is_sharded else nullcontext()
 
     @property
     def batch_slice(self) -> tuple[int, int]:
-        """Which sequences of the peer's batch (B, T) are this rank's: batch[rank::size], as (rank,
-        size)."""
+        """(rank, size): of the peer's batch (B, T), batch[rank::size] is this rank's."""
         return self.rank, self.size
 
     # -- checks ------------------------------------------------------------------------------------
 
     def check_newest(self, step: int, place: str) -> None:
-        """All ranks: raise `CheckpointError` where a rank finds another newest checkpoint than rank
-        0 in a place."""
+        """All ranks: `CheckpointError` where a rank finds another newest checkpoint than rank 0."""
         (newest,) = self.broadcast_floats([step])
         if newest != step:
             raise CheckpointError(
@@ -157,13 +142,12 @@ class RankGroup:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
         first, *others = self._gather({key: str(value) for key, value in settings.items()})
         for rank, there in enumerate(others, 1):
-            for key in sorted(
-                key for key in first.keys() | there.keys() if first.get(key) != there.get(key)
-            ):
-                self.refuse(
-                    f"{key}={there.get(key)} on rank {rank}, and {first.get(key)} on rank 0; start"
-                    " all ranks alike"
-                )
+            for key in sorted(first.keys() | there.keys()):
+                value, here = there.get(key), first.get(key)
+                if value != here:
+                    self.refuse(
+                        f"{key}={value} on rank {rank}, and {here} on rank 0; start all ranks alike"
+                    )
 
     def _gather(self, value: T) -> list[T]:
         found = [value] * self.size
@@ -172,8 +156,7 @@ class RankGroup:
         return found
 
     def refuse(self, why: str) -> NoReturn:
-        """`ConfigError` on rank 0. The others wait for its end, because torchrun ends it as soon as
-        one has ended."""
+        """`ConfigError` on rank 0; the others wait, as torchrun ends all when one has ended."""
         if not self.is_rank0:
             self.broadcast_floats([0])  # which never comes
         raise ConfigError(why)
@@ -196,9 +179,7 @@ class RankGroup:
                 raise
             with suppress(RuntimeError):  # the store may have ended, too
                 self._store.set(f"ended {self.rank}", "")
-            torn = isinstance(error, RuntimeError) and any(
-                broken in str(error) for broken in BROKEN
-            )
+            torn = isinstance(error, RuntimeError) and re.search(BROKEN, str(error))
             if not torn or self.broken:
                 raise
             self.broken = True
@@ -271,8 +252,7 @@ def said_by_rank_0(text: str | None) -> str:
 
 
 def _store(*rank_and_size: int) -> Any:
-    """What torchrun's processes share. It is one for all restarts, and the ranks that have ended
-    are still in it."""
+    """What torchrun's processes share: a part of its own for each restart."""
     names: Any = dist  # whose names of stores have no types
     store = next(iter(names.rendezvous("env://", *rank_and_size)))[0]
     return names.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

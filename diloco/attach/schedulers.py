@@ -105,8 +105,7 @@ def _fresh(scheduler: Any) -> dict[str, Any] | None:
     name = type(scheduler).__name__
     if name in ("ReduceLROnPlateau", "GreedyLR"):
         raise ConfigError(
-            f"schedulers: {name} follows a metric of this peer, and no step of the swarm; leave it"
-            " out: each peer has its own then"
+            f"schedulers: {name} follows a metric of this peer, no step of the swarm; leave it out"
         )
     has_parts = all(hasattr(scheduler, part) for part in ("step", "state_dict", "load_state_dict"))
     if not has_parts or _position(scheduler) < 0:
@@ -116,10 +115,8 @@ def _fresh(scheduler: Any) -> dict[str, Any] | None:
         )
     if _position(scheduler) != 0:
         return None
-    groups = [
-        {key: group[key] for key in MOVED if key in group}
-        for group in _optimizer(scheduler).param_groups
-    ]
+    groups = _optimizer(scheduler).param_groups
+    groups = [{key: group[key] for key in MOVED if key in group} for group in groups]
     try:
         return copy.deepcopy({"scheduler": scheduler.state_dict(), "groups": groups})
     except (TypeError, AttributeError):  # it holds what cannot be copied

@@ -1,9 +1,7 @@
-"""The local parameters of a peer of several processes, of which each has all rows (DDP) or some of
-them (FSDP2).
+"""The local parameters of a peer of several processes: each has all rows (DDP) or some (FSDP2).
 
-    rank 0        the swarm's node asks for a range, or has a new one     `gather_`, `scatter_`
-    other ranks   send the rows that they have, or take them              `follow`, until rank 0
-                  says `release`
+    rank 0        `gather_`: the node asks for a range; `scatter_`: it has a new one
+    other ranks   `follow`: send the rows that they have, or take them, until rank 0's `release`
 
 Fragments are ranges of the flat layout of whole parameters, so payloads, blocks of the codecs and
 digests do not depend on the number of processes.
@@ -28,19 +26,13 @@ RELEASE, GATHER, SCATTER = range(3)
 
 
 def has_row_layout(tensor: Tensor) -> bool:
-    """Whether a process has a tensor whole, or a range of its rows; outer steps know no other
-    layout."""
-    sharded = [
-        placement for placement in getattr(tensor, "placements", ()) if not placement.is_replicate()
-    ]
-    return not sharded or (
-        len(sharded) == 1 and type(sharded[0]).__name__ == "Shard" and sharded[0].dim == 0
-    )
+    """Whether a process has the tensor whole, or a range of its rows: what outer steps know."""
+    sharded = [one for one in getattr(tensor, "placements", ()) if not one.is_replicate()]
+    return [(type(one).__name__, getattr(one, "dim", 0)) for one in sharded] in ([], [("Shard", 0)])
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """The range of the flattened whole that this process has of a tensor for which `has_row_layout`
-    holds."""
+    """The range that this process has of the flattened whole, where `has_row_layout` holds."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         # as torch.chunk cuts: the last processes may have fewer rows, or none
         if placement.is_shard():
@@ -59,15 +51,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. (To import that class takes a second, and most processes have
-    none.)"""
+    """Whether it is a DTensor. (To import that class takes a second.)"""
     return hasattr(tensor, "placements")
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All ranks: a sharded tensor as a whole one, on the CPU of rank 0; empty on other ranks. Any
-    other stays."""
+    """All ranks: a sharded tensor as a whole one on rank 0's CPU, empty on other ranks.
+
+    Any other tensor stays.
+    """
     sharded: Any = tensor
     if not is_sharded(tensor):
         return tensor
@@ -77,8 +70,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that is laid out like `tensor`, with this process's rows of `values`, which are
-    whole."""
+    """A tensor laid out like `tensor`, with this process's rows of `values`, which are whole."""
     if not is_sharded(tensor) or values.shape != tensor.shape:
         return values
     from torch.distributed.tensor import DTensor
@@ -87,14 +79,8 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
     own = local_tensor(tensor)
     rows = values.reshape(-1)[begin:end].view(own.shape).to(own.device, copy=True)
     like: Any = tensor
-    return DTensor.from_local(
-        rows,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    layout = {"device_mesh": like.device_mesh, "placements": like.placements, "run_check": False}
+    return DTensor.from_local(rows, **layout, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()
@@ -108,9 +94,7 @@ def load_rows_(tensor: Tensor, values: Tensor) -> None:
 @contextmanager
 def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Whatever becomes of the parameters inside, they are as before afterwards."""
-    before = {
-        name: local_tensor(parameter.detach()).clone() for name, parameter in parameters.items()
-    }
+    before = {name: local_tensor(one.detach()).clone() for name, one in parameters.items()}
     try:
         yield
     finally:
@@ -134,9 +118,7 @@ class ShardedParams(Local):
         self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
-        self.is_whole = self._own == {
-            name: (0, parameter.numel()) for name, parameter in parameters.items()
-        }
+        self.is_whole = self._own == {key: (0, one.numel()) for key, one in parameters.items()}
 
     def of_process(self, name: str) -> Tensor:
         return local_tensor(self.tensors[name].detach())
@@ -207,9 +189,7 @@ class ShardedParams(Local):
     # -- who has what ------------------------------------------------------------------------------
 
     def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
-        """Of each rank, what it gives of [start, stop), as `Fragment.locate` does: every element
-        comes from the first rank that has it.
-        """
+        """What each rank gives of [start, stop), as `Fragment.locate`: the first that has it."""
         found: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
             at = piece.start

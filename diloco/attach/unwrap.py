@@ -25,10 +25,7 @@ from diloco.errors import ConfigError
 INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 # wrap, and change no parameter
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-TORCHRUN = (
-    "share the model among processes with DistributedDataParallel (torchrun), or with FSDP2"
-    " (fully_shard)"
-)
+TORCHRUN = "share the model with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 NOT_TRIED = ("torch.optim", "diloco.attach")
 MOST = 1 << 18  # elements of a group that are copied
 # steps before the change, and after it; slow weights come back every 5 to 10 steps
@@ -132,13 +129,11 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     _refuse_hidden_copies(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer={name} is no torch.optim.Optimizer; attach one of those, after the model is"
-            " made"
+            f"optimizer={name} is no torch.optim.Optimizer; attach one, after the model is made"
         )
     if getattr(optimizer, "master_weights", False):  # of Apex and Transformer Engine
         raise ConfigError(
-            f"optimizer={name} trains copies of its own; drop master_weights, and use"
-            " torch.autocast"
+            f"optimizer={name} trains copies of its own; drop master_weights, use torch.autocast"
         )
     return optimizer
 

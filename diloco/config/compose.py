@@ -210,7 +210,7 @@ def outer_preset(name: str) -> dict[str, Any]:
     """
     there = [one for one in choices()["outer"] if one != "data_parallel"]  # it makes no outer steps
     if name not in there:
-        raise ConfigError(no_choice("preset", str(name), there))
+        raise ConfigError(no_choice("outer", str(name), there))
     tree = compose_tree([f"outer={name}"], ConfigSource()).tree
     values: Any = OmegaConf.to_container(tree.outer, resolve=False)
     return {str(key): value for key, value in values.items()}

@@ -1,9 +1,7 @@
-"""The batches of a trainer's loader: in which order a peer reads them, and how many tokens each is
-made of.
+"""The batches of a trainer's loader: in which order a peer reads them, and their tokens.
 
 Trainers seed their loaders alike on every machine, so all peers would train on the same batches,
-and together learn what one of them learns. A peer gets an order of its own, where the loader has a
-seed.
+and together learn what one of them learns.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ IGNORED = -100  # of labels, where there is nothing to learn
 
 
 def order_by_(loader: Any, seed: int, epoch: int) -> bool:
-    """Have a loader draw the order of its data by this seed, from this epoch on; False where it
-    draws none.
-
-    It must not have begun to read.
-    """
+    """Have a loader, not read yet, draw its order by this seed; False where it draws none."""
     sampler = _sampler(loader)
     if hasattr(sampler, "initial_seed"):  # Accelerate's adds the epoch itself
         sampler.initial_seed = seed
@@ -65,7 +59,7 @@ def remedy(loader: Any) -> str:
 
 
 def _sampler(loader: Any) -> Any:
-    """What draws the indices below whatever has been wrapped around it; None of a stream."""
+    """What draws the indices, below whatever is wrapped around it; None for a stream."""
     found = getattr(loader, "batch_sampler", None)
     while found is not None:
         inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
@@ -77,30 +71,23 @@ def _sampler(loader: Any) -> Any:
 
 
 def tokens_of(batch: Any) -> Tensor | int:
-    """Tokens of a batch without padding, where a mask tells it; where there are none, as in
-    pictures, its samples.
+    """Tokens of a batch without padding; its samples where it has none, as with pictures.
 
-    The batch alone tells it, so equal batches count alike in all peers, whatever their models do
-    with them: the elements of `input_ids` and of everything named like it, or else of the largest
-    matrix of integers. The result may be on the batch's device, so that nobody waits for it.
+    The batch alone tells it, so equal batches count alike in all peers: the elements of `input_ids`
+    and of everything named like it, or else of the largest matrix of integers. The result may be on
+    the batch's device, so that nobody waits for it.
     """
     found = list(_tensors(batch, ""))
-    ids = [
-        (name, one)
-        for name, one in found
-        if name.endswith("input_ids") and not one.is_floating_point()
-    ]
-    if ids:
-        masks = {name: one for name, one in found if name.endswith("attention_mask")}
+    ids = [both for both in found if both[0].endswith("input_ids")]
+    if ids := [(name, one) for name, one in ids if not one.is_floating_point()]:
+        masks = dict(found)
+        names = [name.removesuffix("input_ids") + "attention_mask" for name, _ in ids]
         return sum(
-            _unmasked(one, masks.get(name.replace("input_ids", "attention_mask")))
-            for name, one in ids
+            _unmasked(one, masks.get(mask)) for (_, one), mask in zip(ids, names, strict=True)
         )
     integers = (torch.int32, torch.int64)  # pictures are of smaller ones
-    matrices = [
-        one for name, one in found if one.ndim > 1 and "mask" not in name and one.dtype in integers
-    ]
-    if matrices:
+    matrices = [one for name, one in found if one.ndim > 1 and "mask" not in name]
+    if matrices := [one for one in matrices if one.dtype in integers]:
         return torch.stack([(one != IGNORED).sum() for one in matrices]).max()
     samples = next((len(one) for _, one in found if one.ndim), None)
     return samples or (len(batch) if isinstance(batch, Sized) else 1)

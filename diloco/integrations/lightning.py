@@ -13,19 +13,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from diloco.attach.saved import PeerState
 from diloco.attach.schedulers import ScheduledStep
-from diloco.attach.swarm import Attachment
 from diloco.errors import ConfigError
-from diloco.integrations.membership import Membership, peer_state
+from diloco.integrations.membership import Membership, SwarmCallback, peer_state
 from diloco.rundir.checkpoint import copied
 
 KEY = "diloco"  # of what a checkpoint of Lightning holds for this callback
 
 
-class DilocoLightningCallback(Callback):
+class DilocoLightningCallback(SwarmCallback, Callback):
     """Makes a Lightning `Trainer` one peer of a swarm while it fits.
 
-        trainer = Trainer(max_steps=1000, callbacks=[DilocoLightningCallback(run_id="mine",
-        sync_every=100)])
+        own = DilocoLightningCallback(run_id="mine", sync_every=100)
+        trainer = Trainer(max_steps=1000, callbacks=[own])
 
     As `DilocoCallback`. Schedulers with `interval="step"` are the swarm's; those with
     `interval="epoch"` are left alone. `training_step` may count tokens itself, by
@@ -38,23 +37,12 @@ class DilocoLightningCallback(Callback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._membership = Membership(settings)
-        self._membership.remedy = "lower the optimizer's learning rate, or gradient_clip_val"
+        remedy = "lower the optimizer's learning rate, or gradient_clip_val"
         # Lightning's handlers wait for the end of a batch
-        self._membership.over = (signal.SIGTERM, signal.SIGUSR1)
+        self._membership = Membership(settings, remedy, over=(signal.SIGTERM, signal.SIGUSR1))
         self._saved: PeerState | None = None
         self._steps = math.inf
         self._fits = False
-
-    @property
-    def attachment(self) -> Attachment | None:
-        """The model in step with the swarm; None before fitting begins."""
-        return self._membership.attachment
-
-    def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
-        """This peer's share of a dataset without a length, or a part of any, for its loader; see
-        `Swarm.shard`."""
-        return self._membership.shard(dataset, index, of)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if sum(isinstance(one, DilocoLightningCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -71,53 +59,49 @@ class DilocoLightningCallback(Callback):
             if one.interval == "step" and not one.reduce_on_plateau
         ]
         saved, self._saved = self._saved, None
-        model = trainer.strategy.model or pl_module
         self._steps = _steps(trainer)
-        place, steps = Path(trainer.default_root_dir), self._steps
         self._membership.open(
-            model, trainer.optimizers[0], schedulers, place, trainer.world_size, steps, saved
+            trainer.strategy.model or pl_module,
+            trainer.optimizers[0],
+            schedulers,
+            Path(trainer.default_root_dir),
+            trainer.world_size,
+            self._steps,
+            saved,
         )
         self._fits = True
-        self._order(trainer)
-
-    def _order(self, trainer: Trainer) -> None:
         combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
         loaders = [] if combined is None else combined.flattened
         own = self._membership.order(loaders, trainer.current_epoch)
-        if (
-            own
-            and fetcher is not None
-            and any(getattr(loader, "num_workers", 0) for loader in loaders)
-        ):
+        has_workers = any(getattr(loader, "num_workers", 0) for loader in loaders)
+        if own and has_workers and fetcher is not None:
             iter(fetcher)  # workers read ahead, and have begun with the old order
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         self._membership.go_on()
         self._membership.see(batch)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         self._membership.count()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pl_module.log_dict(self._membership.figures(), rank_zero_only=True)
         if self._membership.is_over(self._steps):
             trainer.should_stop = True
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._fits:
             self._membership.pause()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._membership.go_on()
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         if self._fits:
             self._membership.pause()  # until the next batch: Lightning writes after this
@@ -127,32 +111,26 @@ class DilocoLightningCallback(Callback):
                     checkpoint[KEY] = {"tensors": copied(groups), "state": json.dumps(state)}
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         if KEY in checkpoint:
-            self._saved = PeerState.restore(
-                checkpoint[KEY]["tensors"], json.loads(checkpoint[KEY]["state"])
-            )
+            tensors, state = checkpoint[KEY]["tensors"], checkpoint[KEY]["state"]
+            self._saved = PeerState.restore(tensors, json.loads(state))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.attachment is not None:
-            self._membership.go_on()
-            self.attachment.finish()  # what is saved last has everything in it
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._membership.finish()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._fits = False
         self._membership.close()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._fits = False
         self._membership.leave(type(exception))
 
 
 def _steps(trainer: Trainer) -> float:
-    """Steps of the optimizer after which the Trainer would end if it began now; infinite where
-    nobody knows."""
+    """Steps of the optimizer after which a Trainer ends that begins now; infinite if unknown."""
     try:
         steps = trainer.estimated_stepping_batches
     except MisconfigurationException:  # a schedule of accumulation

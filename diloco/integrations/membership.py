@@ -9,7 +9,7 @@ when it ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,32 @@ KEY = "output directory"
 FOLDER = "_diloco"
 
 
-class Membership:
-    """A peer that takes part while a trainer trains.
+class SwarmCallback:
+    """What the callbacks offer besides what their trainers call."""
 
-    Raises `ConfigError` for settings that cannot be. `over` are the signals whose handlers the
-    trainer itself sets, and `remedy` is what helps in it when training diverges.
+    _membership: Membership
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The model in step with the swarm; None before training begins."""
+        return self._membership.attachment
+
+    def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
+        """This peer's share of a dataset without a length, or a part of any: `Swarm.shard`."""
+        return self._membership.shard(dataset, index, of)
+
+
+class Membership:
+    """A peer that takes part while a trainer trains; `ConfigError` for settings that cannot be.
+
+    `over` are the signals whose handlers the trainer itself sets, and `remedy` is what helps in it
+    when training diverges.
     """
 
-    over: Sequence[int] = ()
-    remedy = "lower learning_rate, or max_grad_norm"
-
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], remedy: str, over: Sequence[int] = ()) -> None:
         if "run_id" not in settings:
             raise ConfigError("run_id is missing; peers of one run have the same")
-        self._settings = settings
+        self._settings, self._remedy, self._over = settings, remedy, over
         Swarm(**self._settings)  # complains now, and not after the data is there
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
@@ -64,12 +76,12 @@ class Membership:
     ) -> Attachment:
         """Join, as the peer whose key is in `directory` unless the settings name another.
 
-        The trainer averages gradients over so many `processes`, and ends after so many `steps`;
-        `JoinError` says that the swarm has made as many.
+        The trainer averages gradients over so many `processes`. Raises `JoinError` if the swarm has
+        made all `steps`.
         """
         self.leave()
         self._tokens.clear()
-        there = RankGroup.rank_and_size()[1]
+        rank, there = RankGroup.rank_and_size()
         if processes != there:
             raise ConfigError(
                 f"{there} processes were started together, and the trainer averages gradients over"
@@ -77,14 +89,12 @@ class Membership:
             )
         place = directory / FOLDER
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
-        swarm.take_over()
-        if "identity" not in self._settings and RankGroup.rank_and_size()[0] == 0:
-            swarm.hold(exclusive(place, KEY))
-        swarm.in_trainer(self.over, self.remedy, self._active)
+        has_key = "identity" not in self._settings and rank == 0
+        lock = exclusive(place, KEY) if has_key else nullcontext()
+        swarm.in_trainer(lock, self._active, remedy=self._remedy, signals=self._over)
         try:
-            self.attachment = swarm.attach(
-                model, optimizer, schedulers=schedulers, saved=saved
-            ).open()
+            attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
+            self.attachment = attached.open()
         except BaseException:
             self.leave()
             raise
@@ -92,8 +102,8 @@ class Membership:
         if self.is_over(steps) and not self.attachment.interrupted:
             self.leave()
             raise JoinError(
-                f"max_steps={steps}, and the swarm has made so many inner steps; train for longer,"
-                " or take another run_id"
+                f"max_steps={steps}, and the swarm has made so many inner steps; train longer, or"
+                " take another run_id"
             )
         return self.attachment
 
@@ -108,9 +118,7 @@ class Membership:
         return shard(dataset, lambda: 0, lambda: active, index, of)
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
-        """Give this peer an order of the training data of its own, and say so, or what to do;
-        whether there is one. All ranks call it, before the loaders begin to read.
-        """
+        """Let the peer read in an order of its own; whether a loader can. Before they are read."""
         assert self.swarm is not None
         seed = self.swarm.seed
         without = [loader for loader in loaders if not order_by_(loader, seed, epoch)]
@@ -131,10 +139,9 @@ class Membership:
             self._tokens.append(tokens_of(batch))
 
     def count(self) -> None:
-        """All ranks, before each step of the optimizer: tell how many tokens it is made of, unless
-        somebody did."""
+        """All ranks, before each step of the optimizer: tell its tokens, unless somebody did."""
         tokens, self._tokens = self._tokens, []
-        if self.attachment is None or self.attachment.is_counted:
+        if self.attachment is None or self.attachment.counted_tokens:
             return
         if not tokens:
             raise ConfigError(
@@ -160,9 +167,14 @@ class Membership:
         """The pause is over."""
         self._pause.close()
 
+    def finish(self) -> None:
+        """No inner step follows: what is saved from here on has all updates in it."""
+        if self.attachment is not None:
+            self.go_on()
+            self.attachment.finish()
+
     def close(self, keep_model: bool = False) -> None:
-        """Leave the swarm. The model becomes its last anchor, unless `keep_model`: then it stays as
-        it is."""
+        """Leave the swarm. The model becomes its last anchor, unless `keep_model`."""
         with ExitStack() as stack:
             if keep_model and self.attachment is not None:
                 stack.enter_context(restored_after(self.attachment.parameters))
@@ -172,8 +184,7 @@ class Membership:
         self.end_if_told()
 
     def leave(self, error: type[BaseException] = RuntimeError) -> None:
-        """Leave the swarm, if the peer takes part: its training has failed, or is about to begin
-        again."""
+        """Leave the swarm, if the peer takes part: its training failed, or begins again."""
         self._pause.pop_all()
         with suppress(Exception):
             if self.swarm is not None:
@@ -193,24 +204,21 @@ class Membership:
 
 @contextmanager
 def peer_state(swarm: Swarm) -> Iterator[tuple[Groups, dict[str, Any]]]:
-    """Rank 0: what `PeerState.restore` reads. The tensors are the live ones, and do not move inside
-    the context."""
+    """Rank 0: what `PeerState.restore` reads. The tensors are live, and do not move inside."""
     assert swarm.run is not None and swarm.attachment is not None
     with swarm.attachment.checkpointing() as saved:
         yield PeerState.of(swarm.attachment, swarm.run, saved).flatten()
 
 
 def save_beside(checkpoint: Path, swarm: Swarm) -> None:
-    """Rank 0: write a peer's state into the directory of another library's checkpoint. Raises
-    `CheckpointError`."""
+    """Rank 0: write a peer's state into another library's checkpoint. Raises `CheckpointError`."""
     with peer_state(swarm) as (groups, state):
         assert swarm.attachment is not None
         CheckpointStore(checkpoint / FOLDER, 1, KEY).save(swarm.attachment.version, groups, state)
 
 
 def load_beside(checkpoint: Path) -> PeerState | None:
-    """What `save_beside` wrote; None if there is nothing. Raises `CheckpointError` if it cannot be
-    used."""
+    """What `save_beside` wrote, if anything. Raises `CheckpointError` if it cannot be used."""
     found = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
     if found is None:
         return None

@@ -15,28 +15,27 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from diloco.attach.saved import PeerState
-from diloco.attach.swarm import Attachment
 from diloco.errors import CheckpointError, ConfigError
 from diloco.integrations.batches import check_has_batches
-from diloco.integrations.membership import Membership, load_beside, save_beside
+from diloco.integrations.membership import Membership, SwarmCallback, load_beside, save_beside
 
 logger = logging.getLogger(__name__)
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
-class DilocoCallback(TrainerCallback):
+class DilocoCallback(SwarmCallback, TrainerCallback):
     """Makes a `Trainer` one peer of a swarm while it trains.
 
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[DilocoCallback(run_id="mine",
-        sync_every=100)])
+        own = DilocoCallback(run_id="mine", sync_every=100)
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[own])
 
     Every `sync_every`-th step of the optimizer ends in an exchange with the swarm; a step that fp16
     skips is none. The learning rate and the end are the swarm's: who joins at its 300th inner step
     goes on from there to `max_steps`. While the Trainer evaluates or saves, the other peers wait.
     When training ends, the model is the swarm's last anchor (that of `load_best_model_at_end`
-    stays). A contribution weighs as many as the tokens of its steps that are no padding, or as
-    their samples where a batch has none. What the Trainer logs has the figures of the swarm.
+    stays). A contribution's weight is its tokens without padding, or its samples where a batch has
+    no tokens. What the Trainer logs has the figures of the swarm.
 
     Each checkpoint of the Trainer gets the peer's part of the swarm beside it, and
     `resume_from_checkpoint` goes on as the same peer.
@@ -53,35 +52,19 @@ class DilocoCallback(TrainerCallback):
     """
 
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
-        self._membership = Membership(settings)
+        self._membership = Membership(settings, "lower learning_rate, or max_grad_norm")
         self._resume_from = resume_from
         self._trainers: WeakSet[Trainer] = WeakSet()  # whose batches are seen
 
-    @property
-    def attachment(self) -> Attachment | None:
-        """The model in step with the swarm; None before training begins."""
-        return self._membership.attachment
-
-    def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
-        """This peer's share of a dataset without a length, or a part of any, for the Trainer; see
-        `Swarm.shard`."""
-        return self._membership.shard(dataset, index, of)
-
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the swarm's figures in the logs before those callbacks see them that send them
-        elsewhere.
-
-        A Trainer puts its own callbacks first, those for wandb and the like among them, and passes
-        itself to none.
-        """
+        """Put the swarm's figures into the logs before the Trainer's own callbacks send these."""
         known = self._find_trainer().callback_handler.callbacks
         if not any(isinstance(one, _Figures) for one in known):
             # which calls this once more, as it is further down now
             known.insert(0, _Figures(self._membership))
 
     def _find_trainer(self) -> Trainer:
-        """The Trainer that calls this, and passes itself to no callback. From now on this sees what
-        it trains on."""
+        """The Trainer that calls this; from now on this sees what it trains on."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
             frame = frame.f_back
@@ -120,22 +103,19 @@ class DilocoCallback(TrainerCallback):
         if sum(isinstance(one, DilocoCallback) for one in known) > 1:
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
         check_has_batches(trainer["train_dataloader"])
-        schedulers = [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]]
-        model, optimizer, place = (
+        sync = self._membership.open(
             trainer["model"],
             trainer["optimizer"],
+            [] if args.lr_scheduler_type in FOLLOWS_A_METRIC else [trainer["lr_scheduler"]],
             Path(args.output_dir or "."),
-        )
-        saved = self._saved(args, state)
-        sync = self._membership.open(
-            model, optimizer, schedulers, place, args.world_size, state.max_steps, saved
+            args.world_size,
+            state.max_steps,
+            self._saved(args, state),
         )
         every = sync.outer.sync_every
         if rest := state.max_steps % every:
-            said = (
-                "max_steps=%d is no multiple of sync_every=%d: the last %d inner steps reach nobody"
-            )
-            logger.warning(said, state.max_steps, every, rest)
+            said = f"max_steps={state.max_steps} is no multiple of sync_every={every}: the last"
+            logger.warning("%s %d inner steps reach nobody", said, rest)
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
         if args.eval_on_start:
             self._membership.pause()
@@ -144,13 +124,8 @@ class DilocoCallback(TrainerCallback):
         """The peer's part of the checkpoint that the Trainer goes on from."""
         if not state.global_step:
             return None
-        name = f"checkpoint-{state.global_step}"
-        places = [
-            self._resume_from,
-            args.resume_from_checkpoint,
-            Path(args.output_dir or ".") / name,
-        ]
-        place = next(Path(one) for one in places if one and (one != "True"))
+        given = (self._resume_from, args.resume_from_checkpoint, _checkpoint(args, state))
+        place = next(Path(one) for one in given if one and one != "True")
         saved = load_beside(place)
         if saved is None:
             logger.warning(
@@ -172,8 +147,8 @@ class DilocoCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._membership.is_over(state.max_steps):
             control.should_training_stop = True
-        if control.should_training_stop and self.attachment is not None:
-            self.attachment.finish()  # what is evaluated and saved last has everything in it
+        if control.should_training_stop:
+            self._membership.finish()
         self._end_if_told(args, state, control)
         self._wait_while_busy(control)
 
@@ -201,24 +176,21 @@ class DilocoCallback(TrainerCallback):
             self.attachment.report(float(logs["loss"]))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        place = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        swarm = self._membership.swarm
-        if (
-            swarm is None
-            or args.save_only_model
-            or not state.is_world_process_zero
-            or not place.is_dir()
-        ):
-            return
-        try:
-            save_beside(place, swarm)
-        # the swarm has the model, and the next checkpoint is another chance
-        except CheckpointError as error:
-            logger.warning("%s", error)
+        place, swarm = _checkpoint(args, state), self._membership.swarm
+        is_whole = state.is_world_process_zero and not args.save_only_model
+        if swarm is not None and is_whole and place.is_dir():
+            try:
+                save_beside(place, swarm)
+            except CheckpointError as error:  # the swarm has the model; the next may be written
+                logger.warning("%s", error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._membership.close(keep_model=bool(best))
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
 
 
 class _Figures(TrainerCallback):

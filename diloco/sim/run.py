@@ -264,9 +264,14 @@ class Simulation:
 
         runtime = SimRuntime(self.loop, peer.lockstep, connect, config.run.seed)
         identity = config.run.dir / "identities" / peer.name  # a file that is named and never made
-        manifest = config.manifest()
         return Swarm.of(
-            config, manifest, identity, peer.name, on_event, lambda _: peer.ready.set(), runtime
+            config,
+            config.manifest(),
+            identity=identity,
+            name=peer.name,
+            on_event=on_event,
+            on_ready=lambda _: peer.ready.set(),
+            runtime=runtime,
         )
 
     def _tell(self, peer: SimPeer, report: Report) -> None:

@@ -55,8 +55,9 @@ class Host:
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
         numels = {key: p.numel() for key, p in parameters.items()}
         fragments = partition(numels, outer.fragments, outer.pattern)
-        swarm = Swarm.of(config, manifest, identity, name, self._log.swarm_event)
-        self._options = swarm.options(parameters, None, trains=False, device="cpu")
+        told = self._log.swarm_event
+        swarm = Swarm.of(config, manifest, identity=identity, name=name, on_event=told)
+        self._options = swarm.options(parameters, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
         self._runtime = NodeThread()
         self._used_up = False

@@ -21,9 +21,9 @@ from diloco import model as models
 from diloco.attach import devices
 from diloco.attach.inner_optimizer import inner_optimizer
 from diloco.attach.parameters import values_digest
+from diloco.attach.program import watch
 from diloco.attach.ranks import RankGroup
 from diloco.attach.sharded import full_tensor
-from diloco.attach.signals import watch
 from diloco.attach.swarm import Swarm
 from diloco.config import Config, flatten
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
@@ -186,10 +186,16 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
             write_address(config, address)
 
     name = _name(config)
-    identity = identity_path(config, name)
-    swarm = Swarm.of(config, config.manifest(), identity, name, log.swarm_event, ready)
-    # a single shard is data of this peer's own
-    swarm.sequences = "" if config.data.shards == 1 else dataset.digest
+    swarm = Swarm.of(
+        config,
+        config.manifest(),
+        # a single shard is data of this peer's own
+        sequences="" if config.data.shards == 1 else dataset.digest,
+        identity=identity_path(config, name),
+        name=name,
+        on_event=log.swarm_event,
+        on_ready=ready,
+    )
     return swarm
 
 

@@ -29,13 +29,8 @@ rows = [(row[:-1], row[-1]) for row in tokens.unfold(0, CONTEXT + 1, 3)]
 train, held_out = rows[:-1000], rows[-1000:]
 
 accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-model = nn.Sequential(
-    nn.Embedding(128, 16),
-    nn.Flatten(),
-    nn.Linear(16 * CONTEXT, 256),
-    nn.GELU(),
-    nn.Linear(256, 128),
-)
+head = nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128)
+model = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), *head)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
 

@@ -1,8 +1,7 @@
 """A model of the hub, fine-tuned by a swarm on your text.
 
-    python scripts/examples/hub_model.py --model HuggingFaceTB/SmolLM2-135M --text notes/
-    python scripts/examples/hub_model.py ADDRESS --model HuggingFaceTB/SmolLM2-135M --text
-    other_notes/
+    python scripts/examples/hub_model.py --model HuggingFaceTB/SmolLM2-135M --text a/
+    python scripts/examples/hub_model.py ADDRESS --model HuggingFaceTB/SmolLM2-135M --text b/
 
 The first one starts a swarm, prints its ADDRESS and waits for a second peer; both name the same
 model, a repository of the hub or a directory. `--text` is a file or a folder of text files; peers
@@ -32,12 +31,8 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("address", nargs="?")
 parser.add_argument("--model", help="a repository of the hub, or a directory")
-parser.add_argument(
-    "--text",
-    type=Path,
-    default=Path(torch.__file__).parent,
-    help="a text file, or a folder of them",
-)
+folder = Path(torch.__file__).parent
+parser.add_argument("--text", type=Path, default=folder, help="a text file, or a folder of them")
 parser.add_argument("--out", type=Path, default=Path("out"), help="where the model goes")
 parser.add_argument("--steps", type=int, default=40, help="inner steps")
 parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
@@ -49,23 +44,16 @@ def tiny(text):
     place = tempfile.mkdtemp()
     plain = ByteLevelBPETokenizer()
     plain.train_from_iterator([text], 512, show_progress=False, special_tokens=["<eos>"])
-    PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer, eos_token="<eos>").save_pretrained(
-        place
-    )
+    made = PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer, eos_token="<eos>")
+    made.save_pretrained(place)
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    shape = {"hidden_size": 64, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape)).save_pretrained(place)
     return place
 
 
-files = sorted(
-    [*arguments.text.glob("*.txt"), *arguments.text.glob("*.md"), *arguments.text.glob("*.py")]
-)
+files = sorted(file for end in ("txt", "md", "py") for file in arguments.text.glob(f"*.{end}"))
 text = "\n".join(file.read_text(errors="ignore") for file in files or [arguments.text])[:300_000]
 
 name = arguments.model or tiny(text)

@@ -32,13 +32,8 @@ train, held_out = rows[:-1000], rows[-1000:]
 class NextLetter(LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Embedding(128, 16),
-            nn.Flatten(),
-            nn.Linear(16 * CONTEXT, 256),
-            nn.GELU(),
-            nn.Linear(256, 128),
-        )
+        head = nn.Linear(16 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 128)
+        self.layers = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), *head)
 
     def loss(self, batch):
         inputs, targets = batch

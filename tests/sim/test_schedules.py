@@ -105,7 +105,7 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (torchs.ReduceLROnPlateau, "ReduceLROnPlateau follows a metric of this peer, and no step"),
+        (torchs.ReduceLROnPlateau, "ReduceLROnPlateau follows a metric of this peer, no step"),
         (lambda optimizer: optimizer, "AdamW is no learning rate scheduler; name those of torch"),
         (
             SCHEDULES["one cycle"],

@@ -98,7 +98,7 @@ def train(
                 on_event=lambda kind, fields: loops[name].events.append((kind, fields)),
                 **outer,
             )
-            swarm.sequences = (data or {}).get(name, "")
+            swarm._peer.sequences = (data or {}).get(name, "")
             attached = swarm.attach(model, optimizer, saved=saved, **attach(name, optimizer))
             mine = loops[name] = Loop(name, attached, optimizer, lockstep)
             mine.swarm = swarm

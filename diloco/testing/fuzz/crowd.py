@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -311,12 +312,12 @@ class Crowd:
         replica = Replica(parameters, fragments, outer)
         replica.rng = random.Random(f"{self.seed} {life.owner}")
         swarm = self._swarm(life)
-        options = swarm.options(parameters, None, trains=False)
+        options = swarm.options(parameters, trains=False)
         options = replace(options, gate=self._gate(life), wall=1e9 + self.loop.time())
-        connect = self._connect(life)
-        node = await self._node_type(life).open(options, replica, swarm.on_event, connect)
+        connect, on_event = self._connect(life), partial(self._on_event, life)
+        node = await self._node_type(life).open(options, replica, on_event, connect)
         try:
-            swarm.on_ready("")
+            life.ready = True
             await node.context.tasks.until(lambda: life.leaving)
             await node.leave(finished=False)
         finally:
@@ -357,12 +358,12 @@ class Crowd:
 
         return connect
 
-    def _swarm(self, life: Life, runtime: SimRuntime | None = None) -> Swarm:
-        def on_event(kind: str, fields: dict[str, object]) -> None:
-            if not life.ended:
-                self.note(life.name, f"{kind} {fields}")
-                self.on_note(life, kind, fields)
+    def _on_event(self, life: Life, kind: str, fields: dict[str, object]) -> None:
+        if not life.ended:
+            self.note(life.name, f"{kind} {fields}")
+            self.on_note(life, kind, fields)
 
+    def _swarm(self, life: Life, runtime: SimRuntime | None = None) -> Swarm:
         def on_ready(address: str) -> None:
             life.ready = True
 
@@ -373,7 +374,7 @@ class Crowd:
             min_peers=life.min_peers,
             heartbeat_s=self._heartbeat_s,
             inner_state=self._inner_state,
-            on_event=on_event,
+            on_event=partial(self._on_event, life),
             on_ready=on_ready,
             runtime=runtime,
             quiet=True,

@@ -58,9 +58,8 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     step(net, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
     for name, rate in (("muon", 0.15), ("adamw", 0.05)):
-        settings = compose(
-            [f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]
-        ).inner
+        overrides = [f"inner.optimizer={name}", "inner.lr=0.05", "inner.muon_lr_ratio=3"]
+        settings = compose(overrides).inner
         rates = {group["lr"] for group in inner_optimizer(Net(), settings).param_groups}
         assert rates == {settings.peak_lr} and settings.peak_lr == pytest.approx(rate)
 
@@ -77,14 +76,9 @@ def test_it_learns_and_tells_its_hook_once_per_step(name: str) -> None:
 def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
-    for devices, fused in (
-        (["cuda", "cuda"], True),
-        (["cpu", "cpu"], None),
-        (["cuda", "cpu"], None),
-    ):
-        parameters: Any = [
-            SimpleNamespace(device=torch.device(device), ndim=2) for device in devices
-        ]
+    for places, fused in (("cuda cuda", True), ("cpu cpu", None), ("cuda cpu", None)):
+        devices = map(torch.device, places.split())
+        parameters: Any = [SimpleNamespace(device=device, ndim=2) for device in devices]
         inner._adamw(parameters, compose().inner)
         assert asked["fused"] is fused
 
@@ -92,9 +86,8 @@ def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
     nets = [(Net(), kernel) for kernel in (not fused, fused, fused)]
-    (net, optimizer), moved, resumed = (
-        (net, torch.optim.AdamW(net.parameters(), fused=k)) for net, k in nets
-    )
+    made = [(net, torch.optim.AdamW(net.parameters(), fused=kernel)) for net, kernel in nets]
+    (net, optimizer), moved, resumed = made
     for _ in range(3):
         step(net, optimizer)
     for other, _ in (moved, resumed):
@@ -113,7 +106,7 @@ def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
 def test_muon_steps_along_all_directions_of_a_matrix(
-    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     """Whatever the iteration computes in: all singular values of a step are alike."""
     monkeypatch.setattr(inner, "iteration_dtype", lambda device: dtype)

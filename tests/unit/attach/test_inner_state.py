@@ -90,22 +90,14 @@ def test_a_state_that_was_taken_over_steps_as_the_donor_s(name: str) -> None:
 def test_what_keeps_no_state_or_is_frozen_is_left_out() -> None:
     plain = layout_of(torch.optim.SGD(net().parameters(), lr=0.1))
     assert plain is not None and plain.names == () and plain.num_steps == 0
-    assert layout_of(torch.optim.Adagrad(net().parameters(), lr=0.1)) is None, (
-        "what is unknown has no layout"
-    )
+    unknown = torch.optim.Adagrad(net().parameters(), lr=0.1)
+    assert layout_of(unknown) is None
     model = net()
     model[0].requires_grad_(False)  # type: ignore[index]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
     state = taken(optimizer)
     assert state.layout.numels == (12, 12, 2, 2) and state.steps == (1, 1)
-
-
-def stepped(name: str = "adamw") -> InnerState:
-    model = net()
-    optimizer = MAKERS[name](model)
-    step(model, optimizer)
-    return taken(optimizer)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.0, 0.9)])
@@ -133,19 +125,15 @@ def test_first_moments_that_no_adam_has_are_clamped(betas: tuple[float, float]) 
     for parameter in joiner.parameters():
         parameter.grad = torch.ones_like(parameter)
     fresh.step()
-    moved = max(
-        float((now - then).detach().abs().max())
-        for now, then in zip(joiner.parameters(), before, strict=True)
-    )
-    assert moved < 0.02, "one step, at a learning rate of 0.001"
+    for now, then in zip(joiner.parameters(), before, strict=True):
+        assert float((now - then).detach().abs().max()) < 0.02, "one step, at a rate of 0.001"
 
 
 @pytest.fixture
 def p0_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Donors are asked in the order of their names."""
-    monkeypatch.setattr(
-        donors, "_donors", lambda core, rng: sorted(m.peer for m in core.facts.members.all())
-    )
+    members = lambda core, rng: sorted(m.peer for m in core.facts.members.all())  # noqa: E731
+    monkeypatch.setattr(donors, "_donors", members)
 
 
 @pytest.mark.usefixtures("p0_first")
@@ -173,33 +161,24 @@ def test_a_joiner_has_a_donor_s_moments(
     [event], [state] = events(tmp_path, "inner_state"), found
     assert (event["peer"], event["from"], event["bytes"]) == ("p3", "p0", 4 * state.values.numel())
     assert 0 < event["seconds"] < 1
-    same = [
-        one
-        for one in history["p0"]
-        if torch.equal(one.values, state.values) and one.steps == state.steps
-    ]
-    assert len(same) == 1 and set(state.steps) == {6}, "of the step that the donor had taken"
+    same = [torch.equal(one.values, state.values) for one in history["p0"]]
+    assert history["p0"][same.index(True)].steps == state.steps and sum(same) == 1
+    assert set(state.steps) == {6}, "of the step that the donor had taken"
     assert set(history["p3"][0].steps) == {7}
     assert not events(tmp_path, "cold_start") and not events(tmp_path, "discarded")
 
 
 def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     """Nobody waits for it: until it takes part, every anchor is the one of a run without it."""
-    cold = (
-        "swarm.inner_state=cold",
-        "budget.outer_steps=6",
-        "sim.step_s=[1,1,1,1.7]",
-        "sim.latency_s=0",
-    )
+    cold = ["swarm.inner_state=cold", "budget.outer_steps=6"]
+    cold += ["sim.step_s=[1,1,1,1.7]", "sim.latency_s=0"]
     without = simulated(tmp_path / "without", *LATE, *cold, "sim.events=[join:3@6.5,crash:3@6.6]")
     outcome = simulated(tmp_path / "with", *LATE, *cold)
     [event] = events(tmp_path / "with", "cold_start")
     discarded, *_ = events(tmp_path / "with", "discarded")  # each fragment has its account
     assert (event["peer"], event["why"]) == ("p3", "swarm.inner_state=cold")
-    assert (
-        discarded["peer"] == "p3"
-        and discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
-    )
+    assert discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
+    assert discarded["peer"] == "p3"
     assert 6.5 + 4 * 1.7 == pytest.approx(discarded["time"], abs=0.1)
     alone, joined = (
         {
@@ -209,9 +188,8 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
         }
         for name in ("without", "with")
     )
-    assert [alone[version] == joined[version] for version in range(1, 7)] == [True] * 3 + [
-        False
-    ] * 3
+    same = [alone[version] == joined[version] for version in range(1, 7)]
+    assert same == [True] * 3 + [False] * 3
     assert not events(tmp_path / "with", "missing") and not events(tmp_path / "with", "inner_state")
     assert len(digests(outcome)) == 1
     tokens = outcome.summary.tokens
@@ -223,9 +201,8 @@ def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
     for source, asked in (("own", []), ("donor", ["wait_until_ready"])):
         called: list[str] = []  # it does not join late
         node: Any = SimpleNamespace(wait_until_ready=lambda: "wait_until_ready")
-        start = InnerStateTransfer(
-            MAKERS["adamw"](net()), RankGroup(torch.device("cpu")), lambda kind, fields: None
-        )
+        ranks, optimizer = RankGroup(torch.device("cpu")), MAKERS["adamw"](net())
+        start = InnerStateTransfer(optimizer, ranks, lambda kind, fields: None)
         start.source = source  # type: ignore[assignment]
         runtime: Any = SimpleNamespace(call=called.append)
         assert start.fetch(node, runtime, lambda: False) == (None, False) and called == asked

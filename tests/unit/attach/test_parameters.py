@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.parameters import TrainedParams, buffer_digests, frozen_digest, values_digest
+from diloco.attach.parameters import TrainedParams, buffer_digests, values_digest
 from diloco.attach.swarm import Swarm
 from diloco.attach.unwrap import class_name, named, unwrap_model
 from diloco.config import OuterConfig
@@ -60,32 +61,20 @@ def parameter(values: Tensor) -> nn.Module:
     [
         (
             parameter(torch.zeros(3, dtype=torch.complex64)),
-            "w is complex64, .*; keep .*view_as_real.*, or freeze it$",
+            "w is complex64, .*view_as_real.*, or",
         ),
-        (
-            nn.Linear(2, 2, device="meta"),
-            r"weight has no values yet \(device=meta\); load the model before attach$",
-        ),
+        (nn.Linear(2, 2, device="meta"), r"weight has no values yet \(device=meta\); load the mo"),
         (
             parameter(torch.zeros(3).as_subclass(Part)),
-            "w is a Part, and .*; share the model .*DistributedDataParallel",
+            "w is a Part, and .*; share .*Distributed",
         ),
         (
             parameter(torch.tensor([0.0, math.nan])),
-            "w has NaN or infinite values at attach; load or init",
+            "w has NaN or infinite values at attach; load",
         ),
-        (
-            parameter(torch.tensor([-math.inf], dtype=torch.bfloat16)),
-            "w has NaN or infinite values at attach",
-        ),
-        (
-            nn.Sequential(nn.LazyLinear(4)),
-            "0.weight has no shape yet; run one batch through the model before attach$",
-        ),
-        (
-            nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)),
-            "1.running_mean has no shape yet; run one",
-        ),
+        (parameter(torch.tensor([-math.inf]).bfloat16()), "w has NaN or infinite values at attach"),
+        (nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet; run one batch through the m"),
+        (nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d()), "1.weight has no shape yet; run one"),
     ],
 )
 def test_parameters_that_no_swarm_can_keep_are_refused(model: nn.Module, why: str) -> None:
@@ -97,37 +86,24 @@ def test_an_optimizer_has_parameters_of_what_is_attached_and_no_others() -> None
     """Of which kind and size ever: one that is alone in a group, empty, or shared by two models."""
     model, head, copied = nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(4, 3)
     model.empty = nn.Parameter(torch.zeros(0))  # type: ignore[assignment]
+    several = [*model.parameters(), *head.parameters()]
     for attached, trained, why in (
-        (
-            model,
-            [*model.parameters(), *head.parameters()],
-            r"SGD has 2 parameters that are in no .* \[2\]\); make",
-        ),
+        (model, several, r"SGD has 2 parameters that are in no .* \[2\]\); make"),
         (
             model,
             copied.parameters(),
-            "SGD has none of the model's 3 trained parameters; make it of model.parameters",
+            "SGD has none of the model's 3 trained parameters; make it",
         ),
-        (
-            [model, head],
-            copied.parameters(),
-            "SGD has none of the model's 5 trained parameters; make it of model.par",
-        ),
+        ([model, head], copied.parameters(), "SGD has none of the model's 5 trained parameters"),
     ):
         with pytest.raises(ConfigError, match=f"^optimizer={why}"):
             swarm().attach(attached, torch.optim.SGD(trained, lr=0.1))
-    assert set(swarm().attach([model], torch.optim.SGD(model.parameters(), lr=0.1)).parameters) > {
-        "weight",
-        "bias",
-    }
+    alone = swarm().attach([model], torch.optim.SGD(model.parameters(), lr=0.1))
+    assert set(alone.parameters) == {"weight", "bias", "empty"}
     head.weight = model.weight  # type: ignore[assignment]
     together = torch.optim.SGD({*model.parameters(), *head.parameters()}, lr=0.1)
-    assert set(swarm().attach([model, head], together).parameters) == {
-        "0.weight",
-        "0.bias",
-        "0.empty",
-        "1.bias",
-    }
+    names = set(swarm().attach([model, head], together).parameters)
+    assert names == {"0.weight", "0.bias", "0.empty", "1.bias"}
 
 
 def test_parameters_that_stay_are_named() -> None:
@@ -138,15 +114,11 @@ def test_parameters_that_stay_are_named() -> None:
     def tell(kind: str, fields: dict[str, object]) -> None:
         told.append((kind, fields["names"], str(fields["why"])[:11]))
 
-    model = nn.ParameterDict(
-        {name: nn.Parameter(torch.ones(300)) for name in ("a", "decayed", "rows", "still", "zero")}
-    )
+    names = ("a", "decayed", "rows", "still", "zero")
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(300)) for name in names})
     trained = TrainedParams(model)
-    groups = [
-        {"params": [one], "weight_decay": 0.1 * (name == "decayed")}
-        for name, one in model.items()
-        if name != "still"
-    ]
+    decays = {name: 0.1 * (name == "decayed") for name in names if name != "still"}
+    groups = [{"params": [model[name]], "weight_decay": decay} for name, decay in decays.items()]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     trained.check_start(optimizer, tell)
     trained.remember()
@@ -156,10 +128,8 @@ def test_parameters_that_stay_are_named() -> None:
     optimizer.step()
     trained.check(tell)
     trained.check(tell)
-    assert told == [
-        ("untrained", "still", "are in no g"),
-        ("untrained", "still, zero", "did not mov"),
-    ]
+    still = [("untrained", "still", "are in no g"), ("untrained", "still, zero", "did not mov")]
+    assert told == still
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -202,10 +172,7 @@ def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module
     for wrap in wraps:
         wrapped = wrap(wrapped)
     one, other = (unwrap_model(net) for net in (plain, wrapped))
-    specs = [
-        swarm().options(TrainedParams(net), None, model=(class_name(net), frozen_digest(net))).run
-        for net in (one, other)
-    ]
+    specs = [swarm().options(TrainedParams(net), model=net).run for net in (one, other)]
     assert specs[0] == specs[1]
     assert buffer_digests(one) == buffer_digests(other)
     names = [name for name, _ in named(unwrap_model([wrapped, nn.Linear(1, 1)]))]
@@ -218,9 +185,8 @@ def test_adapters_have_the_names_of_injected_ones() -> None:
     settings = LoraConfig(target_modules=["head"])
     injected = inject_adapter_in_model(settings, Net())
     around = unwrap_model(nn.DataParallel(get_peft_model(Net(), settings)))  # type: ignore[arg-type]
-    assert (
-        list(TrainedParams(around)) == list(TrainedParams(injected)) and class_name(around) == "Net"
-    )
+    assert list(TrainedParams(around)) == list(TrainedParams(injected))
+    assert class_name(around) == "Net"
 
 
 def cast(model: nn.Linear) -> None:
@@ -237,9 +203,7 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
     model = nn.Linear(4, 4)
     trained = TrainedParams(model)
     settings = OuterConfig(method="diloco", sync_every=1, codec_up="fp32", codec_down="fp32")
-    replica = Replica(
-        trained, partition({name: p.numel() for name, p in trained.items()}, 1), settings
-    )
+    replica = Replica(trained, partition(trained.numels, 1), settings)
     change(model)
     trained.check(untold)
     with torch.no_grad():
@@ -249,9 +213,8 @@ def test_storage_that_is_bound_anew_is_followed(change: Callable[[nn.Linear], No
     CODECS["fp32"].decode(replica.capture(0), delta)
     torch.testing.assert_close(delta, torch.ones(20))
     replica.load_local_()
-    assert torch.equal(
-        torch.cat([p.detach().float().flatten() for p in model.parameters()]), replica.anchors[0]
-    )
+    values = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    assert torch.equal(values, replica.anchors[0])
 
 
 def replace(model: nn.Linear) -> None:
@@ -272,33 +235,13 @@ def to(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (
-            replace,
-            (
-                "weight is another parameter since attach, and the swarm has the old one; make such"
-                " changes "
-            ),
-        ),
-        (
-            to(lambda w: w.view(2, 8)),
-            r"weight has shape \[2, 8\], and had \[4, 4\] when it was attached; make such",
-        ),
-        (
-            grow,
-            (
-                "adapter is trained since attach, but the swarm does not know it; make such changes"
-                " before attach"
-            ),
-        ),
-        (
-            to(lambda w: w.to(torch.complex64)),
-            "weight is complex64, and outer steps are of real numbers",
-        ),
+        (replace, "weight is another parameter since attach; the swarm has the old one; make such"),
+        (to(lambda w: w.view(2, 8)), r"weight has shape \[2, 8\], and had \[4, 4\] when it was"),
+        (grow, "adapter is trained since attach, but the swarm does not know it; make such chang"),
+        (to(lambda w: w.to(torch.complex64)), "weight is complex64, and outer steps are of real"),
     ],
 )
-def test_a_model_that_trains_something_else_is_refused(
-    change: Callable[[nn.Linear], None], why: str
-) -> None:
+def test_a_model_that_trains_something_else_is_refused(change: Any, why: str) -> None:
     model = nn.Linear(4, 4)
     trained = TrainedParams(model)
     trained.check(untold)
@@ -310,7 +253,7 @@ def test_a_model_that_trains_something_else_is_refused(
 
 
 def run_of(model: nn.Module) -> RunSpec:
-    return swarm().options(TrainedParams(model), None, model=("", frozen_digest(model))).run
+    return swarm().options(TrainedParams(model), model=model).run
 
 
 def test_peers_with_another_base_are_in_another_run() -> None:
@@ -330,19 +273,11 @@ def test_peers_with_another_base_are_in_another_run() -> None:
 
 def test_a_digest_is_of_names_shapes_and_values() -> None:
     values = torch.arange(6.0)
-    others = [values.view(2, 3), values + 1, torch.complex(values, values)]
-    assert (
-        len(
-            {
-                values_digest({"b": values}),
-                *(values_digest({"a": one}) for one in (values, *others)),
-            }
-        )
-        == 5
-    )
-    assert values_digest({"a": values.view(2, 3).T.contiguous().T}) == values_digest(
-        {"a": values.view(2, 3)}
-    )
+    matrix = values.view(2, 3)
+    others = [values, matrix, values + 1, torch.complex(values, values)]
+    digests = {values_digest({"b": values}), *(values_digest({"a": one}) for one in others)}
+    assert len(digests) == 5
+    assert values_digest({"a": matrix.T.contiguous().T}) == values_digest({"a": matrix})
     assert values_digest({}) is values_digest({"a": torch.zeros(0)}) is None
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
-from diloco.attach import signals
-from diloco.attach.signals import watch
+from diloco.attach import program
+from diloco.attach.program import watch
 from diloco.attach.swarm import Swarm
 from tests.support.loops import Direct, LastFlight
 
@@ -26,26 +27,24 @@ def _handlers() -> Iterator[None]:
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     interrupt = signal.getsignal(signal.SIGINT)
     yield
-    assert signal.getsignal(signal.SIGINT) == interrupt and not signals._watchers
+    assert signal.getsignal(signal.SIGINT) == interrupt and not program._watchers
     left = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
     assert left[1:] == [signal.SIG_DFL] * 2
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ended(monkeypatch: MonkeyPatch) -> list[int]:
     """With what the process would have ended at once."""
     codes: list[int] = []
-    monkeypatch.setattr("diloco.attach.signals.os._exit", codes.append)
+    monkeypatch.setattr("diloco.attach.program.os._exit", codes.append)
     return codes
 
 
-def test_a_second_signal_of_its_kind_ends_at_once(
-    ended: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch: Any) -> None:
     """Schedulers send the same one twice, and another before it."""
     heard: list[int] = []
     now = 0.0
-    monkeypatch.setattr("diloco.attach.signals.time.monotonic", lambda: now)
+    monkeypatch.setattr("diloco.attach.program.time.monotonic", lambda: now)
     end = watch(lambda number: heard.append(number) is not None, over=(signal.SIGINT,))
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         signal.raise_signal(number)
@@ -113,15 +112,15 @@ def test_other_threads_and_processes_hear_nothing() -> None:
 class Loop:
     """A program around a swarm that is none."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, monkeypatch: MonkeyPatch) -> None:
         self.node = LastFlight()
         monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(self.node))
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.swarm = Swarm(run_id="run", sync_every=4, identity=directory / "key", quiet=True)
 
-    def attach(self) -> Any:
-        return self.swarm.attach(self.model, self.optimizer)
+    def attach(self, **settings: Any) -> Any:
+        return self.swarm.attach(self.model, self.optimizer, **settings)
 
     def step(self) -> None:
         self.model(torch.ones(2)).sum().backward()
@@ -141,16 +140,15 @@ def opened(loop: Loop, work: Callable[[], None]) -> None:
 @pytest.mark.parametrize("way", [in_a_block, opened])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_loop_ends_with_a_goodbye(
-    way: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: Any, number: int, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """In the program's own code at once, in a step after the step, and while it waits for
     others."""
     loop = Loop(tmp_path, monkeypatch)
     with pytest.raises(SystemExit) as caught:
         way(loop, lambda: signal.raise_signal(number))
-    assert caught.value.code == 128 + number and loop.node.said.index(
-        "leave"
-    ) < loop.node.said.index("close")
+    assert caught.value.code == 128 + number
+    assert loop.node.said.index("leave") < loop.node.said.index("close")
 
     loop = Loop(tmp_path, monkeypatch)
     stepped = loop.model.weight.detach().clone()
@@ -175,21 +173,15 @@ def test_a_loop_ends_with_a_goodbye(
 
 
 def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Unless there is one; with what the loop has added last."""
     loop, saved = Loop(tmp_path, monkeypatch), []
-    monkeypatch.setattr(
-        "diloco.attach.saved.LoopCheckpoints.save",
-        lambda self, sync, run, state: saved.append(state),
-    )
-    for save in (True, False):
-        with (
-            pytest.raises(SystemExit),
-            loop.swarm,
-            loop.swarm.attach(loop.model, loop.optimizer, checkpoints=tmp_path) as sync,
-        ):
-            if save:
+    save = lambda self, sync, run, state: saved.append(state)  # noqa: E731
+    monkeypatch.setattr("diloco.attach.saved.LoopCheckpoints.save", save)
+    for by_hand in (True, False):
+        with pytest.raises(SystemExit), loop.swarm, loop.attach(checkpoints=tmp_path) as sync:
+            if by_hand:
                 loop.swarm.save(seen=3)
             else:
                 sync.version += 1

@@ -39,14 +39,12 @@ class Returning(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        slow = [
-            self.state[one].setdefault("slow", one.clone())
-            for one in self.param_groups[0]["params"]
-        ]
+        own = self.param_groups[0]["params"]
+        slow = [self.state[one].setdefault("slow", one.clone()) for one in own]
         super().step()
         self.taken += 1
         if self.taken % self.every == 0:
-            for one, kept in zip(self.param_groups[0]["params"], slow, strict=True):
+            for one, kept in zip(own, slow, strict=True):
                 one.copy_(kept.lerp_(one, self.part))
 
 
@@ -81,22 +79,16 @@ def params(dtype: torch.dtype) -> Params:
 @pytest.mark.parametrize(
     "made", [Masters, Returning, lambda p: Returning(p, 1, 0.1), lambda p: Returning(p, 10), Around]
 )
-def test_what_returns_to_a_copy_is_refused(
-    made: Callable[[Params], Any], dtype: torch.dtype
-) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^optimizer=\w+ returns to a copy of the parameters .* [0-9]+% of a change",
-    ) as one:
+def test_what_returns_to_a_copy_is_refused(made: Any, dtype: torch.dtype) -> None:
+    said = r"^optimizer=\w+ returns to a copy of the parameters .* [0-9]+% of a change"
+    with pytest.raises(ConfigError, match=said) as one:
         unwrap_optimizer(made(params(dtype)))
     assert "\n" not in str(one.value)
 
 
 def test_two_sequences_are_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange",
-    ):
+    said = r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange"
+    with pytest.raises(ConfigError, match=said):
         unwrap_optimizer(Switched(params(torch.float32)))
 
 

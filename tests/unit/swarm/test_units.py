@@ -3,13 +3,13 @@ same."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.attach.node_link import RankLeases
-from diloco.attach.ranks import RankGroup
+from diloco.attach.node_link import NodeLink, RankLeases
 from diloco.messages.fields import Units
 from diloco.ranges import NONE, count, difference, first, overlaps, union
 from diloco.swarm.node.leases import LeasedData
@@ -50,14 +50,15 @@ def test_too_few_are_not_taken() -> None:
     assert data.take(3) == ((3, 5), (9, 10)) and data.take(1) is None
 
 
-class Ranks:
-    """What `broadcast` does for the ranks of a peer that are called one after the other."""
+class Link:
+    """Of one of the ranks of a peer, which are called one after the other."""
 
-    def __init__(self, leads: bool, said: list[Any]) -> None:
-        self.is_rank0, self.said = leads, said
+    def __init__(self, data: LeasedData | None, said: list[Any]) -> None:
+        self.ranks, self.said = self, said
+        self.node = None if data is None else SimpleNamespace(leased=data)
 
     def broadcast(self, value: Any) -> Any:
-        if self.is_rank0:
+        if self.node is not None:
             self.said.append(value)
         return self.said[-1]
 
@@ -65,9 +66,7 @@ class Ranks:
 @given(st.lists(st.tuples(st.sampled_from(["lease", "take"]), st.integers(1, 6)), max_size=40))
 def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
     data, alone, said = LeasedData(), LeasedData(), list[Any]()
-    leads, follows = (
-        RankLeases(cast(RankGroup, Ranks(first, said)), lambda: data, 3) for first in (True, False)
-    )
+    leads, follows = (RankLeases(cast(NodeLink, Link(one, said)), 3) for one in (data, None))
     queue: Units = NONE
     for at, (what, size) in enumerate(steps):
         if what == "lease":

@@ -100,7 +100,7 @@ def _model_of(place: Path) -> Iterator[Path]:
     elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
         config = with_origin(compose([], base=place / "config.yaml"), place)
         with TemporaryDirectory() as scratch:
-            _write(config, checkpoint, Path(scratch))
+            _write(config, checkpoint, Path(scratch), merge=True)
             yield Path(scratch)
     else:
         yield place
@@ -120,7 +120,8 @@ def _newest(run_dir: Path) -> Checkpoint | None:
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option("--push-to-hub", "name", metavar="NAME", help=PUSH)
 @click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
-def export(source: Path, out: Path, name: str | None, private: bool) -> int:
+@click.option("--merge", is_flag=True, help="Write the whole model, its adapter merged into it.")
+def export(source: Path, out: Path, name: str | None, private: bool, merge: bool) -> int:
     """Write a checkpoint as a Hugging Face model directory.
 
     \b
@@ -128,7 +129,7 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     diloco export runs/quickstart exported/ --push-to-hub me/quickstart --private
 
     OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what
-    was trained.
+    was trained. Of a run with an adapter they are the adapter's, as peft reads it, or --merge.
     """
     if private and name is None:
         raise ConfigError("--private has no effect without --push-to-hub; drop it")
@@ -152,7 +153,7 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     checkpoint = _newest(run_dir)
     if checkpoint is not None:
         what = f"outer step {checkpoint.step} of run {config.run.id}"
-        _write(with_origin(config, run_dir), checkpoint, out)
+        _write(with_origin(config, run_dir), checkpoint, out, merge)
     elif (run_dir / "model").is_dir():
         what = f"final model of run {config.run.id}"
         shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
@@ -166,7 +167,7 @@ def export(source: Path, out: Path, name: str | None, private: bool) -> int:
     return 0
 
 
-def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
+def _write(config: Config, checkpoint: Checkpoint, out: Path, merge: bool = False) -> None:
     from diloco import data
     from diloco import model as models
     from diloco.outer.fragments import partition, scatter_
@@ -182,6 +183,8 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path) -> None:
         numels = {name: parameter.numel() for name, parameter in parameters.items()}
         for fragment in partition(numels, config.outer.fragments, config.outer.pattern):
             scatter_(parameters, fragment, 0, anchors[str(fragment.index)])
+    if merge:
+        models.merge_adapter_(model)
     models.save(model, out, tokenizer)
 
 

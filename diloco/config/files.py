@@ -26,7 +26,7 @@ from diloco.errors import ConfigError
 
 MOST_PARAMETERS = 2**25  # of a fragment: 384 MiB of outer state for its author
 SECTIONS = tuple(Config.model_fields)
-GROUPS = tuple(section for section in SECTIONS if section != "run")
+GROUPS = (*(section for section in SECTIONS if section != "run"), "adapter")
 # Names under which Hydra finds what is no file: config.yaml of any folder (Hydra looks for what it
 # begins with in one folder only), the defaults of the schema, groups without choices, the file of
 # --config.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -20,6 +20,7 @@ from diloco.config.types import (
     Commit,
     Digest,
     Name,
+    NotEmpty,
     PeerLocal,
     RunOwned,
     Text,
@@ -54,12 +55,22 @@ MIXTURE_HINT = (
     " field: COLUMN}"
 )
 FILE_SOURCES = ("text", "json", "parquet")
+RowFormat = Literal["text", "auto"]
 
 
 class ModelRecipe(RunOwned):
     """A causal LM that transformers builds from a config, or loads from a directory or the hub."""
 
-    omitted_at_default = ("weights", "frozen", "generation")
+    omitted_at_default = (
+        "weights",
+        "frozen",
+        "generation",
+        "adapter",
+        "adapter_rank",
+        "adapter_alpha",
+        "adapter_dropout",
+        "adapter_targets",
+    )
     name: Name = Field(description="Name of the model in logs and summaries.")
     model_type: Name = "llama"
     """transformers model type that model.config belongs to."""
@@ -75,6 +86,16 @@ class ModelRecipe(RunOwned):
     """Digests of parameters that are not trained, and of buffers; filled in from model.path."""
     generation: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of generation_config.json; filled in from model.path."""
+    adapter: Literal["none", "lora", "dora"] = "none"
+    """What is trained in place of all parameters, which are frozen then."""
+    adapter_rank: int = Field(8, ge=1, le=1024)
+    """Rank of the adapter's matrices."""
+    adapter_alpha: int = Field(16, ge=1, le=1 << 20)
+    """The adapter's product is scaled by alpha / rank."""
+    adapter_dropout: float = Field(0.0, ge=0, lt=1)
+    """Part of the adapter's inputs that is dropped."""
+    adapter_targets: Annotated[Texts, NotEmpty] = ("auto",)
+    """Layers that get an adapter, such as q_proj; auto: what peft takes; all-linear: all inside."""
 
     @field_validator("config", "generation", mode="before")
     @classmethod
@@ -123,10 +144,13 @@ class MixedSource(RunOwned):
     source: MixedSourceName
     weight: float = Field(gt=0, le=1e9)
     field: Text = "text"
+    format: RowFormat = "text"
+
+    omitted_at_default = ("format",)
 
 
 class DataRecipe(RunOwned):
-    omitted_at_default = ("mixture", "tokenizer_files")
+    omitted_at_default = ("mixture", "tokenizer_files", "format")
     source: SourceName
     """stdlib: Python's standard library; hub: a streaming dataset; mixture: several; else files."""
     sequence_length: int = Field(128, ge=2, le=1 << 20)
@@ -140,6 +164,8 @@ class DataRecipe(RunOwned):
     )
     """Names and digests of the tokenizer's files; filled in from data.tokenizer."""
     field: Text = Field("text", description="Column that holds the text (json, parquet, hub).")
+    format: RowFormat = "text"
+    """text: data.field of each row; auto: conversations, of which the answers are learned."""
     holdout: float = Field(0.02, ge=0, lt=1)
     """Part of the documents kept for evaluation, by hash; 0: none, so no held-out loss."""
     name: Text | None = None
@@ -166,6 +192,13 @@ class DataRecipe(RunOwned):
             if source != "hub" and (value := getattr(self, key)) is not None:
                 unused = f"data.{key}={value} has no effect with data.source={source}"
                 raise ValueError(f"{unused}; drop it, or use data=hub")
+        kinds = [(source, self.format), *((one.source, one.format) for one in self.mixture)]
+        for kind, rows in kinds:
+            if rows == "auto" and kind not in ("json", "parquet"):
+                raise ValueError(
+                    f"data.format=auto reads rows of JSON or Parquet, and no {kind}; download a"
+                    " dataset of the hub, and use data=chat data.path=FILE"
+                )
         for problem in self._problems_of_mixture():
             raise ValueError(problem)
         return self
@@ -212,6 +245,11 @@ class PeerDataConfig(PeerLocal):
 
 class DataConfig(PeerDataConfig, DataRecipe):
     """Which text is trained on, and where this peer finds its part."""
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether sequences hold conversations, which do not see each other."""
+        return "auto" in (self.format, *(one.format for one in self.mixture))
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:

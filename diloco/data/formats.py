@@ -67,6 +67,25 @@ def read_rows(
     yield from islice(chain.from_iterable(rows), start, None)
 
 
+def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON or Parquet with all their columns; errors as of `texts`."""
+    head = handle.read(16)
+    handle.seek(0)
+    if format == "parquet" and not _CONTENT.match(head):
+        from pyarrow import parquet
+
+        for batch in parquet.ParquetFile(handle).iter_batches(_ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+        return
+    rows = chain.from_iterable(
+        _json_rows(content, numbers=True) for content in _contents(handle, path, format)
+    )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is no object")
+        yield row
+
+
 def num_rows(handle: Any) -> int:
     """How many rows a Parquet file says that it has."""
     from pyarrow import parquet
@@ -155,10 +174,11 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
         raise NoFieldError(path, field, fields)
 
 
-def _json_rows(content: io.BufferedReader) -> Iterator[object]:
+def _json_rows(content: io.BufferedReader, numbers: bool = False) -> Iterator[object]:
     """The rows of JSON lines, or else of the one list or object over several lines."""
-    # Numbers are not looked at: they may have more digits than Python converts.
-    decoder, number, line = json.JSONDecoder(strict=False, parse_int=lambda digits: 0), 0, b""
+    # Numbers that nobody looks at may have more digits than Python converts.
+    parse_int = None if numbers else lambda digits: 0
+    decoder, number, line = json.JSONDecoder(strict=False, parse_int=parse_int), 0, b""
 
     def decoded(value: bytes, what: str) -> object:
         try:

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.config import MIXTURE_BLOCK, DataConfig
+from diloco.data.conversations import conversations_of
 from diloco.data.numbered import (
     Leases,
     Mixture,
     NumberedStream,
     SequenceArray,
+    marked,
     mixture_positions,
     permuted,
     sequences_per_block,
@@ -56,10 +58,14 @@ class LocalDataset:
                     "mixture": (),
                     "paths": {},
                 }
-                own = {"source": one.source, "field": one.field, **place}
+                own = {"source": one.source, "field": one.field, "format": one.format, **place}
                 part = settings.model_copy(update=own)
                 sources.append(_sequences(part, one.name, tokenizer, on_progress))
             rows, self.held_out, descriptions = map(list, zip(*sources, strict=True))
+            if any(one.format == "auto" for one in settings.mixture):
+                for of_source in rows:
+                    of_source.marked = True
+                self.held_out = list(map(marked, self.held_out))
             self.training = Mixture(names, rows, weights)
             self._counts, total = self.training.counts, sum(map(len, rows))
             shares = zip(self._counts, descriptions, strict=True)
@@ -99,7 +105,8 @@ class LocalDataset:
             rows = self.held_out[source]
             if rank < len(rows):
                 found.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
-        return torch.from_numpy(np.array(found, np.int64).reshape(-1, self.sequence_length))
+        shape = self.held_out[0].shape[1:]
+        return torch.from_numpy(np.array(found, np.int64).reshape(-1, *shape))
 
 
 def _sequences(
@@ -110,7 +117,7 @@ def _sequences(
     length = settings.sequence_length
     tokens = _tokens(settings, name, tokenizer, on_progress)
     training, held_out = (
-        part[: len(part) // length * length].reshape(-1, length)
+        part if part.ndim == 3 else part[: len(part) // length * length].reshape(-1, length)
         for part in (tokens.training, tokens.held_out)
     )
     paths = "" if settings.path is None else f" in {', '.join(settings.path)}"
@@ -120,7 +127,7 @@ def _sequences(
         raise DataError(f"{what} has no text; give files that are not empty")
     if not len(training) or (settings.holdout and not len(held_out)):
         missing, other = ("held-out", "larger") if len(training) else ("training", "smaller")
-        total = len(tokens.training) + len(tokens.held_out)
+        total = tokens.training.size + tokens.held_out.size
         shorter = f"data.sequence_length={total} " if total < length else ""
         raise DataError(
             f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing}"
@@ -139,6 +146,8 @@ def _tokens(
 ) -> TokenList:
     """Errors name `data.path` and `data.field`, or what they are called in a mixture."""
     try:
+        if settings.format == "auto":
+            return conversations_of(settings, tokenizer)
         return tokens_of(settings, tokenizer, on_progress)
     except DataError as error:
         key, _, rest = str(error).partition(":")

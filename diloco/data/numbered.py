@@ -65,7 +65,8 @@ class SequenceArray:
 
     def __init__(self, rows: NDArray[Any], digest: str) -> None:
         self.rows = rows
-        self.digest = f"{digest}-{len(rows)}x{rows.shape[1]}"
+        self.digest = f"{digest}-{len(rows)}x{rows.shape[-1]}"
+        self.marked = False  # whether plain rows get the marks of conversations, for a mixture
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,7 +78,17 @@ class SequenceArray:
             here = epochs == epoch
             chosen[here] = permuted(positions[here], len(self.rows), f"{order}/{epoch}")
         found: NDArray[Any] = np.asarray(self.rows[chosen])
-        return found
+        return marked(found) if self.marked else found
+
+
+def marked(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows of plain text, (N, T), as `conversations.pack` has them, (N, 2, T): one segment, all
+    learned."""
+    if rows.ndim == 3:
+        return rows
+    marks = np.full(rows.shape, 3, np.int32)
+    marks[:, 0] = 2
+    return np.stack([rows.astype(np.int32), marks], 1)
 
 
 class Mixture:

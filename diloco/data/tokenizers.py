@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 from diloco.text import one_line
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
+
+Message = dict[str, Any]
+"""`role` (system, user, assistant, tool), `content`, and what a chat template knows besides."""
 
 MAX_IDS = 2**24  # of a vocabulary; no model has more
 MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
@@ -45,6 +49,13 @@ class Tokenizer(Protocol):
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 stays, or is U+FFFD."""
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Any = None
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and which ones the assistant writes: its messages with the
+        token that ends each. Raises ValueError if the chat template refuses it.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -82,6 +93,28 @@ def is_bytes(directory: Path) -> bool:
     return False
 
 
+def _encode_plainly(
+    tokenizer: Tokenizer, messages: Sequence[Message]
+) -> tuple[list[int], list[bool]]:
+    """Without a chat template: a line with the role, then the text; an answer ends with the end
+    token."""
+    tokens, answers = list[int](), list[bool]()
+    for message in messages:
+        content, is_answer = message["content"], message["role"] == "assistant"
+        if not isinstance(content, str):
+            raise ValueError("content that is no text needs a tokenizer with a chat template")
+        head, text = (
+            part.tolist()
+            for part in tokenizer.encode(
+                [f"<{message['role']}>\n".encode(), f"{content}\n".encode(errors="replace")]
+            )
+        )
+        text += [tokenizer.end] if is_answer and tokenizer.end is not None else []
+        tokens += head + text
+        answers += [False] * len(head) + [is_answer] * len(text)
+    return tokens, answers
+
+
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token. Token 0 ends a document: text has no zero byte."""
 
@@ -92,6 +125,11 @@ class ByteTokenizer:
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Any = None
+    ) -> tuple[list[int], list[bool]]:
+        return _encode_plainly(self, messages)
 
     def decode(self, tokens: Sequence[int]) -> str:
         # A model with a padded vocabulary has tokens above 255; they stand for no text.
@@ -208,6 +246,34 @@ class HubTokenizer:
             ) from error
         return [row.astype(self._dtype) for row in rows]
 
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Any = None
+    ) -> tuple[list[int], list[bool]]:
+        """By `{% generation %}` of the chat template; without it, what each answer adds to the text
+        of the messages before it."""
+        if not self._tokenizer.chat_template:
+            return _encode_plainly(self, messages)
+        render = functools.partial(self._tokenizer.apply_chat_template, tools=tools)
+        try:
+            if re.search(r"\{%-?\s*generation", self._tokenizer.get_chat_template(tools=tools)):
+                found = render(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
+                return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
+            whole = render(messages, tokenize=False)
+            spans = _answers(whole, messages, functools.partial(render, tokenize=False))
+            found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        except ValueError:
+            raise
+        # of jinja, and whatever a template calls
+        except Exception as error:
+            raise ValueError(f"the chat template refuses it: {one_line(error)}") from error
+        marks = [
+            any(begin <= start < end for begin, end in spans)
+            for start, _ in found["offset_mapping"]
+        ]
+        return list(found["input_ids"]), marks
+
     def decode(self, tokens: Sequence[int]) -> str:
         # of a model with a padded vocabulary
         known = [token for token in tokens if token < self.vocab_size]
@@ -219,3 +285,21 @@ class HubTokenizer:
 
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
+
+
+def _answers(
+    whole: str, messages: Sequence[Message], render: Callable[..., str]
+) -> list[tuple[int, int]]:
+    """Where the answers are in the text of a conversation."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(messages[:number], add_generation_prompt=True) if number else ""
+            after = render(messages[: number + 1])
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    "the chat template writes earlier messages anew and marks no answers"
+                    " ({% generation %}); give data.tokenizer with a template that does"
+                )
+            spans.append((len(before), len(after)))
+    return spans

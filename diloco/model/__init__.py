@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco.model.adapter import base_parameters, has_adapter, merge_adapter_
 from diloco.model.build import (
     build,
     check_fit,
@@ -9,24 +10,37 @@ from diloco.model.build import (
     directory_of,
     has_files,
     num_parameters,
+    num_trained,
     outline,
 )
-from diloco.model.cross_entropy import evaluating, loss, prepare_head_
+from diloco.model.cross_entropy import (
+    check_segments,
+    evaluating,
+    loss,
+    num_targets,
+    prepare_head_,
+)
 from diloco.model.files import Vocabulary, load, save
 from diloco.model.recipe import frozen_of, pack, recipe_of
 
 __all__ = [
     "Vocabulary",
+    "base_parameters",
     "build",
     "check_fit",
+    "check_segments",
     "config_of",
     "directory_of",
     "evaluating",
     "frozen_of",
+    "has_adapter",
     "has_files",
     "load",
     "loss",
+    "merge_adapter_",
     "num_parameters",
+    "num_targets",
+    "num_trained",
     "outline",
     "pack",
     "prepare_head_",

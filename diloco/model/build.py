@@ -26,6 +26,7 @@ from diloco.config import ModelConfig, flatten
 from diloco.config.model_data import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
+from diloco.model.adapter import add_adapter_
 from diloco.model.cross_entropy import prepare_head_
 from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
@@ -59,7 +60,13 @@ def build(
         check_fit(loaded.config, tokenizer, sequence_length, "model.path")
         model: nn.Module = loaded.float().train()
         prepare_head_(model)
+        add_adapter_(model, settings, seed)
         return model
+    if settings.adapter != "none" and settings.weights is not None:
+        raise ConfigError(
+            f"model.adapter={settings.adapter} is on {settings.path or 'weights'} that do not"
+            " travel; set model.directory to where this machine has them"
+        )
     config = config_of(settings)
     check_fit(config, tokenizer, sequence_length)
     # torch.manual_seed would also reseed every GPU
@@ -72,6 +79,7 @@ def build(
     set_generation_(built, settings.generation)
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
+    add_adapter_(built, settings, seed)
     return built.train()
 
 
@@ -117,12 +125,18 @@ def outline(settings: ModelConfig) -> nn.Module:
     with _refusals(settings):
         built = _from_config(config)
     set_generation_(built, settings.generation)
+    add_adapter_(built, settings, 0)
     return built.train()
 
 
 def num_parameters(model: nn.Module) -> int:
     """Trainable and frozen parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_trained(model: nn.Module) -> int:
+    """Trainable parameters: those of the adapter, where there is one."""
+    return sum(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 def directory_of(

@@ -26,39 +26,82 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from diloco.errors import ConfigError
+
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which
 # each chunk is added.
 CHUNK_BYTES, CPU_CHUNK_BYTES = 2**28, 2**26
 
-# `targets` of the forward pass of `loss`; peers of a simulation have a thread each
+# `targets` of the forward pass of `loss`, and whether its rows are plain; peers of a simulation
+# have a thread each
 _forward = threading.local()
 
 
-def loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+def loss(model: Callable[..., Any], rows: Tensor) -> Tensor:
     """Mean cross entropy of each token given those before it in its sequence, in nats; fp32.
 
-    `tokens` is (B, T) int64 on the model's device. The model predicts T - 1 tokens of each
-    sequence; it only reads the first. The softmax is fp32 also under autocast. One backward pass,
-    without gradients of gradients.
+    `rows` is (B, T) int64 on the model's device: the model predicts T - 1 tokens of each sequence;
+    it only reads the first. Or it is (B, 2, T) of `data.conversations.pack`: the model predicts
+    the tokens that are learned, each from those before it in its segment. The softmax is fp32 also
+    under autocast. One backward pass, without gradients of gradients.
     """
+    tokens, given = rows, dict[str, Tensor]()
+    aims = tokens
+    if rows.ndim == 3:
+        tokens, marks = rows.unbind(1)
+        aims = tokens.where(marks % 2 == 1, IGNORED)
+        # By positions that begin anew transformers tells where a segment does.
+        given["position_ids"] = _positions(marks // 2)
     # Masking the last position instead of slicing it off saves a copy of the logits.
-    targets = tokens.roll(-1, dims=1)
+    targets = aims.roll(-1, dims=1)
     targets[:, -1] = IGNORED
-    _forward.targets = targets
-    try:
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits  # (B, T, V), or the loss
+    _forward.targets, _forward.plain = targets, not given
+    try:  # (B, T, V), or the loss
+        logits: Tensor = model(input_ids=tokens, use_cache=False, **given).logits
     finally:
-        _forward.targets = None
+        _forward.targets, _forward.plain = None, False
     if logits.ndim == 0:
         return logits
     flat = logits.float().flatten(0, 1)
     return nn.functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED)
 
 
-def computes_loss() -> bool:
-    """Whether this thread is in the forward pass of `loss`: rows without positions or a mask."""
-    return getattr(_forward, "targets", None) is not None
+def num_targets(rows: Tensor) -> int:
+    """How many tokens `loss` has the model predict."""
+    if rows.ndim == 3:
+        return int((rows[:, 1] % 2).sum())
+    return rows.shape[0] * (rows.shape[1] - 1)
+
+
+def _positions(segments: Tensor) -> Tensor:
+    """(B, T): how far each token is from the first one of its segment."""
+    places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - places.where(begins, 0).cummax(1).values
+
+
+def reads_plain_rows() -> bool:
+    """Whether this thread is in the forward pass of `loss` with rows of tokens, without positions
+    or a mask."""
+    return getattr(_forward, "plain", False)
+
+
+def check_segments(model: nn.Module) -> None:
+    """Raises `ConfigError` unless this causal LM keeps the segments of a row apart; costs two
+    forward passes of four tokens."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[1, 2, 1, 2]], device=device)
+    alone, positions = tokens[:, :2], torch.tensor([[0, 1, 0, 1]], device=device)
+    with evaluating(model):
+        apart = model(input_ids=alone, use_cache=False).logits
+        packed = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    if not torch.allclose(packed[:, 2:].float(), apart.float(), rtol=1e-2, atol=1e-3):
+        raise ConfigError(
+            f"data.format=auto: {type(model).__name__} lets packed conversations see each other;"
+            " take a model of another kind, or data.format=text"
+        )
 
 
 class ChunkedHead(nn.Linear):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.model.cross_entropy import computes_loss
+from diloco.model.cross_entropy import reads_plain_rows
 from diloco.model.files import transformers
 from diloco.text import one_line
 
@@ -93,6 +93,6 @@ def never_wait_for_masks() -> None:
 
     @wraps(look)
     def look_unless_known(*args: Any, **kwargs: Any) -> Any:
-        return None if computes_loss() else look(*args, **kwargs)
+        return None if reads_plain_rows() else look(*args, **kwargs)
 
     masks.find_packed_sequence_indices = look_unless_known

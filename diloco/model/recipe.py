@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import CheckpointError, ConfigError
+from diloco.model.adapter import has_adapter
 from diloco.model.files import transformers
 from diloco.text import one_line
 
@@ -77,6 +78,8 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that require no gradient, and the buffers that a checkpoint has, by name."""
     kept = model.state_dict().keys()
     parameters = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    if has_adapter(model):  # `model.weights` names them
+        parameters = {}
     return parameters | {name: one for name, one in model.named_buffers() if name in kept}
 
 

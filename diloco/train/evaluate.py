@@ -35,11 +35,11 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
     ranks: RankGroup | None = None,
 ) -> EvalResult:
-    """The loss of `model` on `holdout`, (N, T) int64; each rank computes a part. Sums in float64.
+    """The loss of `model` on `holdout`, (N, T) or (N, 2, T) int64 (`models.loss`); each rank
+    computes a part. Sums in float64.
 
     Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
     """
-    assert holdout.ndim == 2, tuple(holdout.shape)
     if not len(holdout):
         raise ConfigError(
             "data.holdout=0 holds out no text to test; give data=text data.path=FILE"
@@ -53,21 +53,24 @@ def evaluate(
             own = tokens[rank::size]
             # A rank without sequences goes forward, too: sharded layers are gathered from all.
             found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
-            # Every sequence predicts T - 1 tokens, so weighing by sequences is weighing by tokens.
-            total += found * len(own) if len(own) else 0.0
+            total += found * models.num_targets(own) if len(own) else 0.0
     [summed] = ranks.sum(total.item())
-    loss = summed / len(holdout)
+    num_tokens = models.num_targets(holdout)
+    loss = summed / num_tokens
     if not math.isfinite(loss):
         raise DivergedError(
             f"the held-out loss is {loss}; lower inner.lr or outer.lr and resume from a checkpoint"
         )
-    predicted = holdout[:, 1:]
     bits_per_byte = None
     if tokenizer is not None:
-        num_bytes = sum(tokenizer.num_bytes(row) for row in predicted.tolist())
-        bits_per_byte = loss * predicted.numel() / max(num_bytes, 1) / math.log(2)
+        predicted = [
+            row[1:].tolist() if row.ndim == 1 else row[0][row[1] % 2 == 1].tolist()
+            for row in holdout
+        ]
+        num_bytes = sum(map(tokenizer.num_bytes, predicted))
+        bits_per_byte = loss * num_tokens / max(num_bytes, 1) / math.log(2)
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return EvalResult(loss, perplexity, predicted.numel(), bits_per_byte)
+    return EvalResult(loss, perplexity, num_tokens, bits_per_byte)
 
 
 def generate(

@@ -151,7 +151,7 @@ class Gradients:
         self._fitting: int | None = None  # rows at a time that fit all ranks
 
     def compute_(self, rows: Tensor) -> Tensor:
-        """All ranks: mean loss of this rank's `rows`, (B, T) int64, and its gradients.
+        """All ranks: mean loss of this rank's `rows`, (B, T) or (B, 2, T) int64, and its gradients.
 
         Rows that do not fit are halved for the rest of the run, on all ranks. Raises `ConfigError`
         where not even one fits.
@@ -174,7 +174,7 @@ class Gradients:
             if fits:
                 self._fitting = part
             else:
-                self._halve(part, rows.shape[1])
+                self._halve(part, rows.shape[-1])
 
     def clip_(self) -> bool:
         """All ranks: clip the gradients to `inner.clip`. False if they overflowed: then there are
@@ -219,11 +219,15 @@ class Gradients:
         """Mean loss of the rows, computed in parts; their gradients add up to those of the
         whole."""
         total = torch.zeros((), dtype=torch.float32, device=self._ranks.device)
-        *parts, last = torch.split(rows, micro_batch)  # (b, T) each
+        targets = float(models.num_targets(rows))
+        if rows.ndim == 3 and self._ranks.size > 1:  # ranks have different numbers of answers
+            [summed] = self._ranks.sum(targets)
+            targets = summed / self._ranks.size
+        *parts, last = torch.split(rows, micro_batch)  # (b, ..., T) each
         with self._ranks.no_sync(self._wrapped) if parts else nullcontext():
             for part in parts:
-                total += self._backward(self._wrapped, part, len(part) / len(rows))
-        return total + self._backward(self._wrapped, last, len(last) / len(rows))
+                total += self._backward(self._wrapped, part, models.num_targets(part) / targets)
+        return total + self._backward(self._wrapped, last, models.num_targets(last) / targets)
 
     def _backward(self, model: nn.Module, rows: Tensor, weight: float) -> Tensor:
         device = self._ranks.device

@@ -117,7 +117,7 @@ class Trainer:
                 skipped=scale.skipped_steps,
                 scale=scale.scale,
             )
-        self.sync.count(batch.numel() * self.report.num_ranks)
+        self.sync.count(batch.shape[0] * batch.shape[-1] * self.report.num_ranks)
         done, loss = self.sync.inner_step + 1, None
         if done % self.config.train.log_every == 0 or done >= self.sync.target_steps:
             loss = self._mean_loss()

@@ -109,13 +109,16 @@ def _rows(
     config: Config, peers: int, num_ranks: int, sharded: bool, accelerator: bool
 ) -> Iterator[Row]:
     model, outer, data = _outline(config.model), config.outer, config.data
-    numel = models.num_parameters(model)
+    numel = models.num_trained(model)
+    frozen = models.num_parameters(model) - numel
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
     part = 1 / num_ranks if sharded else 1.0
 
     def row(what: str, where: str, per_parameter: float) -> Row:
         return Row(what, where, per_parameter * numel, per_parameter)
 
+    if frozen:
+        yield Row("weights that are frozen", "device", FP32 * part * frozen, None)
     yield row("weights", "device", FP32 * part)
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)
@@ -123,7 +126,8 @@ def _rows(
         gathered = 2 * FP32 * _largest_layer(model)
         yield row("layers that are gathered", "device", gathered / max(numel, 1))
     elif config.train.precision != "fp32":
-        yield row(f"weights in {config.train.precision}", "device", 2)
+        name = f"weights in {config.train.precision}"
+        yield Row(name, "device", 2.0 * (numel + frozen), None if frozen else 2.0)
     vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
     logits = FP32 * config.inner.batch_size * data.sequence_length * vocabulary
     if logits > CPU_CHUNK_BYTES:
@@ -171,8 +175,8 @@ def _largest_layer(model: nn.Module) -> int:
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """The number of parameters; tied ones count once. Raises `ConfigError` as `model.build`."""
-    return models.num_parameters(_outline(settings))
+    """The number of trained parameters; tied ones count once. Raises `ConfigError` as `build`."""
+    return models.num_trained(_outline(settings))
 
 
 def _outline(settings: ModelConfig) -> nn.Module:

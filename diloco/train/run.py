@@ -165,6 +165,8 @@ def _model(
     if ranks.is_rank0:
         start_files.keep(config, model)
     model = model.to(ranks.device)
+    if config.data.has_conversations:
+        models.check_segments(model)
     return model, prepare_(model, config, ranks.device)
 
 

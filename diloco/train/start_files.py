@@ -52,12 +52,20 @@ def resolved(config: Config) -> Config:
 def with_origin(config: Config, run_dir: Path | None = None) -> Config:
     """The configuration of a peer that has only `run.dir/origin`; `run_dir` is where it is now."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
+    has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
+    place = _base_of(config) if has_model and config.model.adapter != "none" else origin
     model, tokenizer = (
-        {"directory": str(origin)},
+        {"directory": str(place)},
         {"tokenizer_directory": str(origin / "tokenizer")},
     )
-    has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
     return _with(config, model if has_model else {}, tokenizer if has_tokenizer else {})
+
+
+def _base_of(config: Config) -> Path:
+    """Where this peer has the model that the adapter is on: its weights do not travel."""
+    if config.model.directory is None and config.model.revision is not None:
+        return models.directory_of(config.model.model_copy(update={"weights": None}))
+    return Path(config.model.directory or origin_of(config))
 
 
 def with_manifest(config: Config, manifest: Manifest) -> Config:
@@ -76,7 +84,7 @@ def keep(config: Config, model: nn.Module) -> None:
     if weights is not None and models.has_files(config.model) and _trained_digest(model) != weights:
         raise CheckpointError(
             f"model.directory={config.model.directory} has other weights than {weights[:12]}, from"
-            " which the run starts; drop it, and they come from the swarm"
+            f" which the run starts; {_remedy(config)}"
         )
     frozen = models.frozen_of(model) if config.model.weights is not None else {}
     if unknown := sorted(frozen.keys() ^ config.model.frozen.keys()):
@@ -92,6 +100,12 @@ def keep(config: Config, model: nn.Module) -> None:
         for name, digest in config.data.tokenizer_files.items():
             place = origin_of(config) / "tokenizer" / name
             _keep(_read(Path(here) / name), place, digest, f"data.tokenizer_files.{name}")
+
+
+def _remedy(config: Config) -> str:
+    if config.model.adapter != "none":
+        return "an adapter fits only its own base: give the directory of that one"
+    return "drop it, and they come from the swarm"
 
 
 def fetch(
@@ -190,6 +204,9 @@ def _with(config: Config, model: Values, tokenizer: Values) -> Config:
 
 
 def _trained_digest(model: nn.Module) -> str | None:
+    """Of what the run starts from: the base, where an adapter is trained on it."""
+    if models.has_adapter(model):
+        return values_digest(models.base_parameters(model))
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return values_digest({name: p.detach() for name, p in trained})
 

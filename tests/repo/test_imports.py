@@ -48,6 +48,7 @@ FOLDERS = {"swarm": [{"wire"}, {"rpc"}, {"node", "client"}]}
 TORCH = "outer extensions model data swarm rundir attach train sim integrations testing"
 HOMES = {
     "hivemind": {"swarm"},
+    "peft": {"model"},
     "transformers": {"model", "data", "integrations"},
     "accelerate": {"integrations"},
     "lightning": {"integrations"},

@@ -29,6 +29,7 @@ from tests.support.errors import error_text
 # What a choice cannot do without; everything else loads as shipped.
 COMPANIONS = {
     ("data", "text"): ["data.path=notes/"],
+    ("data", "chat"): ["data.path=a.jsonl"],
     ("data", "json"): ["data.path=a.jsonl"],
     ("data", "parquet"): ["data.path=a.parquet"],
     ("data", "hub"): ["model=14m"],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
+from diloco.data.conversations import Sample, pack
 from diloco.model.cross_entropy import cross_entropy
 from tests.support.models import small_model
 
@@ -163,3 +164,28 @@ def test_models_that_change_their_logits_keep_them_whole(
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
     whole = model(input_ids=tokens, labels=tokens).loss.item()
     assert models.loss(model, tokens).item() == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_conversations_have_the_gradients_of_each_alone(attention: str) -> None:
+    """Sums over all answers, equal to 1e-5 of the largest."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for size in (5, 11, 16, 7, 9):
+        tokens = torch.randint(256, (size,), generator=generator)
+        samples.append(Sample(tokens.numpy(), (torch.arange(size) >= size // 2).numpy()))
+    rows = torch.from_numpy(pack(samples, 16)).long()
+    assert len(rows) < len(samples)
+    model = small_model()
+    model.set_attn_implementation(attention)
+    models.check_segments(model)
+    packed, count = model, models.num_targets(rows)
+    models.loss(packed, rows).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for sample in samples:
+        alone = torch.from_numpy(pack([sample], len(sample.tokens))).long()
+        (models.loss(model, alone) * models.num_targets(alone) / count).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_near(found[name], parameter.grad, 1e-5)

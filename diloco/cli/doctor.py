@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
+from diloco.cli import Command, Options, configured, guest_arguments, split_address
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.text import counted, one_line
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
+from diloco.cli import Command, Options, configured, guest_arguments, split_address
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted, human_bytes, human_count, plain
 

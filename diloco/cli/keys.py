@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import PATH, Function
+from diloco.cli import PATH, Function
 from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted
 

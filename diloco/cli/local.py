@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from diloco.cli.options import Command, Options, configured
+from diloco.cli import Command, Options, configured
 from diloco.cli.sweep import sweepable
 from diloco.errors import DilocoError, SwarmError, UnsavedError, on_signals
 

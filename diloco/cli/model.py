@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import PATH, Command, Options, configured
+from diloco.cli import PATH, Command, Options, configured
 from diloco.errors import CheckpointError, ConfigError
 from diloco.text import human_count
 

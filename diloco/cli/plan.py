@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diloco.cli.options import Command, Options, configured
+from diloco.cli import Command, Options, configured
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:

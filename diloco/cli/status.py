@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli.options import PATH, Command
+from diloco.cli import PATH, Command
 from diloco.errors import ConfigError, SwarmError
 
 if TYPE_CHECKING:

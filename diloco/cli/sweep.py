@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from diloco.cli.options import PATH, Command, Function, Options, configured
+from diloco.cli import PATH, Command, Function, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError, on_signals
 from diloco.text import human_bytes, human_count, human_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from diloco.cli.options import Command, Options, configured, guest_arguments, split_address
+from diloco.cli import Command, Options, configured, guest_arguments, split_address
 from diloco.cli.sweep import sweepable
 from diloco.errors import ConfigError
 

@@ -10,16 +10,9 @@ from __future__ import annotations
 from diloco.config.compose import compose, help_text
 from diloco.config.files import ConfigSource, choices
 from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
-from diloco.config.model_data import (
-    MIXTURE_BLOCK,
-    DataConfig,
-    MixedSource,
-    ModelConfig,
-    ModelRecipe,
-)
+from diloco.config.model_data import MIXTURE_BLOCK, DataConfig, ModelConfig
 from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.schema import Config
-from diloco.config.types import PeerLocal, RunOwned
 
 __all__ = [
     "MIXTURE_BLOCK",
@@ -30,12 +23,8 @@ __all__ = [
     "DataConfig",
     "InnerConfig",
     "Manifest",
-    "MixedSource",
     "ModelConfig",
-    "ModelRecipe",
     "OuterConfig",
-    "PeerLocal",
-    "RunOwned",
     "SwarmConfig",
     "choices",
     "compose",

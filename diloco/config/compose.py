@@ -235,10 +235,7 @@ def help_text(start: ConfigSource | None = None) -> str:
     values = dict(flatten(compose().model_dump(mode="json")))
     lines = ["Groups (GROUP=CHOICE):"]
     lines += [f"  {group}: {' '.join(names)}" for group, names in choices(start).items()]
-    lines += [
-        "",
-        "Settings (KEY=VALUE) with defaults; those marked * are equal on all peers of a run:",
-    ]
+    lines += ["", "Settings (KEY=VALUE) with defaults; all peers of a run share those marked *:"]
     for key, field in KEYS.items():
         default = "see --cfg job"
         if key in values:

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from diloco.admission import Revoked, RunKey, Token, issue
-from diloco.cli import keys
-from diloco.cli.options import Options, _from_stdin, guest_arguments
+from diloco.cli import Options, _from_stdin, guest_arguments, keys
 from diloco.config import compose
 from diloco.config.address import Address
 from diloco.dashboard.live import print_who_can_join

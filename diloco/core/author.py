@@ -1,6 +1,5 @@
 """Rule 5. The author of the next version closes it when nobody is missing, or when enough
-contributions have been here for a while; it takes all to which the book does not object. Sans-IO.
-"""
+contributions have been here for a while; it takes all to which the book does not object."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What one peer knows: of histories, contributions, and others. The rules are functions on these
-facts."""
+"""What one peer knows of histories, contributions and others. The rules are functions on that."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a peer comes and goes: it listens, has what the others have, begins with them, and leaves
-nothing behind; and how others are lost."""
+"""How peers come and go. Who comes listens, gets what others have, and begins with them."""
 
 from __future__ import annotations
 

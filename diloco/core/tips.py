@@ -136,8 +136,11 @@ def _move(core: Facts, f: FragmentState, peer: str = "") -> None:
     if not _is_believed(core, peer, head):
         f.received = []
         return _failed(core, f, peer)
-    if reason := "before" if head.id in f.refused else _wrong(core, tip, head):
-        return _refuse(core, f, peer, reason, head)
+    why = "before" if head.id in f.refused else wrong(tip, head, core.signed_by)
+    if any(impossible(core, line) for line, _ in head.lines):
+        why = "it has a contribution that no honest peer makes"
+    if why:
+        return _refuse(core, f, peer, why, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, update, peer)
     core.out.append(events.Apply(f.index, head, book, update, limit, tip.book.pushes))
@@ -146,12 +149,6 @@ def _move(core: Facts, f: FragmentState, peer: str = "") -> None:
 def _is_believed(core: Facts, donor: str, head: Head) -> bool:
     """Whether its author may make versions, or its donor, as an author may be gone by now."""
     return core.identity.is_author(head.author) or core.identity.is_author(donor)
-
-
-def _wrong(core: Facts, tip: Tip, head: Head) -> str:
-    if any(impossible(core, line) for line, _ in head.lines):
-        return "it has a contribution that no honest peer makes"
-    return wrong(tip, head, core.signed_by)
 
 
 def _refuse(core: Facts, f: FragmentState, donor: str, why: str, head: Head) -> None:

@@ -1,6 +1,5 @@
 """What peers say on control streams, one in each direction between any two: `Hello`, then the rest.
-Before that they exchange a `Greeting`, on a stream of its own.
-"""
+Before that they exchange a `Greeting`, on a stream of its own."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from diloco.text import one_line
 WEIGHTS = "*.safetensors"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 MODEL_FILES = ("config.json", "generation_config.json", WEIGHTS, "*.safetensors.index.json")
-TOKENIZER_FILES = (
-    *("added_tokens.json", "chat_template.jinja", "config.json", "diloco.json", "merges.txt"),
-    *("special_tokens_map.json", "spiece.model", "tokenizer*.json", "tokenizer.model", "vocab.*"),
+TOKENIZER_FILES = tuple(
+    "added_tokens.json chat_template.jinja config.json diloco.json merges.txt"
+    " special_tokens_map.json spiece.model tokenizer*.json tokenizer.model vocab.*".split()
 )
 
 

@@ -75,11 +75,12 @@ class CheckpointStore:
 
     A directory has one writer and any number of readers: nothing is created or deleted before the
     first `save`. A crash leaves at most a temporary directory, which the next `save` removes.
+    `key` is the setting that chose the directory.
     """
 
     def __init__(self, directory: Path, keep: int, key: str = "run.dir") -> None:
         assert keep >= 1, f"keep={keep}"
-        self.directory, self.keep, self._key = Path(directory), keep, key  # the setting of it
+        self.directory, self.keep, self._key = Path(directory), keep, key
         self._rejected: set[str] = set()  # unusable ones; they do not count towards `keep`
         self._clean = False
 

@@ -3,8 +3,8 @@
 The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers
 that push, the first claims a version by a file, and the others leave it to that one; their models
 are equal. `complete.json` comes last: what lacks it is not whole. A version that an earlier
-training left there is replaced, and so is one in the middle of a run where fragments move one by
-one, by that of the end.
+training left there is replaced. So is the last version, at the end of the run: where fragments move
+one by one, a model that was pushed before may lie between two versions.
 """
 
 from __future__ import annotations

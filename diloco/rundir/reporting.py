@@ -43,7 +43,7 @@ class Report(Struct, frozen=True, tag_field="t"):
     time: float = 0.0
 
     def told_by(self, peer: str, time: float) -> Self:
-        """The same from a peer, at a time."""
+        """A copy with this peer and time."""
         return replace(self, peer=peer, time=time)
 
 

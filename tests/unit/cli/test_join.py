@@ -24,7 +24,6 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Ready
 from diloco.swarm.client.ask import check_clock, parse_manifest
 from diloco.swarm.wire.dialing import best_first
-from diloco.train.gradients import Gradients
 from diloco.train.machine import GIB, Machine, MemoryNeed, fit_micro_batch
 from tests.support.errors import error_text
 from tests.support.joining import OTHER, found
@@ -145,49 +144,6 @@ def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
         text = error_text(ConfigError, fit_micro_batch, need, machine, 8)
         assert f"1100M parameters: it needs {said} GiB too little; " in text
         assert re.search(r" a run of at most some [\de+.]+M parameters$", text)
-
-
-def gradients(micro_batch: int | None) -> Gradients:
-    from diloco import model as models
-    from diloco.attach.ranks import RankGroup
-
-    config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
-    model = models.build(config.model, 0)
-    return Gradients(config, RankGroup(torch.device("cpu")), model, model, lambda *_, **__: None)
-
-
-ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.slow
-def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
-    whole = gradients(None)
-    loss = float(whole.compute_(ROWS[:7]))
-    for micro_batch in (1, 2, 3, 8):
-        parts = gradients(micro_batch)
-        assert float(parts.compute_(ROWS[:7])) == pytest.approx(loss, rel=1e-5)
-        for one, other in zip(whole._model.parameters(), parts._model.parameters(), strict=True):
-            assert one.grad is not None and other.grad is not None
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
-
-
-def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, tried, fits = gradients(None), list[int](), 2
-    accumulate = one._accumulate
-
-    def full(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        tried.append(micro_batch)
-        if micro_batch > fits:
-            raise torch.OutOfMemoryError("full")
-        return accumulate(rows, micro_batch)
-
-    monkeypatch.setattr(one, "_accumulate", full)
-    one.compute_(ROWS)
-    one.compute_(ROWS)
-    assert tried == [8, 4, 2, 2]
-    fits = 0
-    with pytest.raises(ConfigError, match="not even one sequence fits"):
-        one.compute_(ROWS)
 
 
 def test_an_address_is_printed_as_the_whole_command(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ that is used."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -78,22 +78,15 @@ def test_no_peak_is_invented(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_has_norm_pace_memory_and_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm is that of the last gradient before it is clipped."""
     monkeypatch.setattr(devices, "name_of", lambda device: "NVIDIA H100 80GB HBM3")
-    typed = (
-        "outer=data_parallel outer.sync_every=2 budget.outer_steps=2 inner.clip=1e-3 run.lead=false"
-        " train.log_every=1"
-    )
-    config = compose(["experiment=smoke", *typed.split(), "run.lead=false", "checkpoint.every=0"])
+    typed = "outer=data_parallel outer.sync_every=2 budget.outer_steps=2 inner.clip=1e-3"
+    rest = "train.log_every=1 run.lead=false checkpoint.every=0"
+    config = compose(["experiment=smoke", *typed.split(), *rest.split()])
     model, clock = models.build(config.model, 0), iter(range(10**6))
-    phases, lines, norms = (
-        PhaseTimer(clock=lambda: next(clock)),
-        list[dict[str, Any]](),
-        list[float](),
-    )
+    phases = PhaseTimer(clock=lambda: next(clock))
+    lines, norms = list[dict[str, Any]](), list[float]()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    ranks, log = (
-        RankGroup(CPU),
-        cast(Any, SimpleNamespace(metric=lambda **line: lines.append(line))),
-    )
+    log: Any = SimpleNamespace(metric=lambda **line: lines.append(line))
+    ranks = RankGroup(CPU)
     sync = DataParallel(model, optimizer, ranks, 2, phases)
     clip = torch.nn.utils.clip_grad_norm_
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from diloco import model as models
 from diloco.attach.ranks import RankGroup
 from diloco.config import compose
 from diloco.errors import ConfigError, DivergedError
 from diloco.train import gradients
-from diloco.train.gradients import LossScale, autocast, precision_of, prepare_
+from diloco.train.gradients import Gradients, LossScale, autocast, precision_of, prepare_
 from tests.support.models import small_model
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests, simulated
@@ -42,12 +43,8 @@ def test_auto_is_what_the_device_computes_natively(
 
 
 def test_products_are_computed_in_the_precision() -> None:
-    for typed, dtype in {
-        "auto": "float32",
-        "fp32": "float32",
-        "bf16": "bfloat16",
-        "fp16": "float16",
-    }.items():
+    kinds = {"auto": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    for typed, dtype in kinds.items():
         with autocast(compose([f"train.precision={typed}"]), CPU):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == getattr(torch, dtype)
 
@@ -68,14 +65,11 @@ def test_fp32_on_cuda_uses_tf32_unless_told_otherwise(
 
 def test_flash_attention_needs_cuda_and_a_narrow_precision() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(
-        ConfigError, match=r"train\.attention=flash_attention_2 computes in bf16 or fp16 on CUDA"
-    ):
-        prepare_(model, compose(["train.attention=flash_attention_2"]), CPU)
+    flash, text = "train.attention=flash_attention_2", "computes in bf16 or fp16 on CUDA"
+    with pytest.raises(ConfigError, match=f"{flash} {text}"):
+        prepare_(model, compose([flash]), CPU)
     with pytest.raises(ConfigError, match="this is fp32 on cuda; use sdpa"):
-        prepare_(
-            model, compose(["train.attention=flash_attention_2", "train.precision=fp32"]), CUDA
-        )
+        prepare_(model, compose([flash, "train.precision=fp32"]), CUDA)
 
 
 def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +146,46 @@ def test_peers_in_fp16_skip_steps_and_still_exchange(tmp_path: Path) -> None:
     assert next(event["scale"] for event in skipped if event["peer"] == "p0") == 2.0**23
     assert len(digests(outcome)) == 1
     assert [peer.steps for peer in outcome.summary.peers] == [12, 12], "a skipped step counts"
-    losses = [
-        line["eval_loss"] for line in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in line
-    ]
+    lines = json_lines(tmp_path / "metrics.jsonl")
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert losses[-1] < losses[0]
+
+
+def gradients_of(micro_batch: int | None) -> Gradients:
+    config = compose(["experiment=smoke", f"train.micro_batch={micro_batch or 'null'}"])
+    model = models.build(config.model, 0)
+    return Gradients(config, RankGroup(torch.device("cpu")), model, model, lambda *_, **__: None)
+
+
+ROWS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.slow
+def test_a_batch_in_parts_has_the_gradient_of_the_whole() -> None:
+    whole = gradients_of(None)
+    loss = float(whole.compute_(ROWS[:7]))
+    for micro_batch in (1, 2, 3, 8):
+        parts = gradients_of(micro_batch)
+        assert float(parts.compute_(ROWS[:7])) == pytest.approx(loss, rel=1e-5)
+        for one, other in zip(whole._model.parameters(), parts._model.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_part_that_does_not_fit_is_halved_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tried, fits = gradients_of(None), list[int](), 2
+    accumulate = one._accumulate
+
+    def full(rows: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        tried.append(micro_batch)
+        if micro_batch > fits:
+            raise torch.OutOfMemoryError("full")
+        return accumulate(rows, micro_batch)
+
+    monkeypatch.setattr(one, "_accumulate", full)
+    one.compute_(ROWS)
+    one.compute_(ROWS)
+    assert tried == [8, 4, 2, 2]
+    fits = 0
+    with pytest.raises(ConfigError, match="not even one sequence fits"):
+        one.compute_(ROWS)

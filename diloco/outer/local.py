@@ -40,7 +40,7 @@ _STREAMS = ("cuda", "xpu")  # devices that have streams
 IN_TURN = 2  # staging buffers
 
 
-class Stream:
+class CopyStream:
     """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at
     each use."""
 
@@ -66,7 +66,7 @@ class Stream:
         self._stream().wait_event(event)
 
 
-class AtOnce(Stream):
+class AtOnce(CopyStream):
     """The only stream of a device (MPS): a copy is done when it returns."""
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Staging:
 
     def __init__(
         self,
-        training: Stream,
-        side: Stream,
+        training: CopyStream,
+        side: CopyStream,
         empty: Callable[[int, torch.dtype], Tensor],
         pinned: Callable[[], Tensor],
     ) -> None:
@@ -195,8 +195,8 @@ def staging_of(device: torch.device) -> Staging | None:
         at_once = AtOnce()
         return Staging(at_once, at_once, empty, pinned)
     side, current = torch.Stream(device), torch.accelerator.current_stream
-    training = Stream(device, lambda: _training.get(device) or current(device))
-    return Staging(training, Stream(device, lambda: side), empty, pinned)
+    training = CopyStream(device, lambda: _training.get(device) or current(device))
+    return Staging(training, CopyStream(device, lambda: side), empty, pinned)
 
 
 class Local:

@@ -16,19 +16,16 @@ from diloco.model.cross_entropy import cross_entropy
 from tests.support.models import small_model
 
 V, D = 97, 16
-# Of the largest value: sums over V = 97 terms and over N = 50 rows are rounded in another order,
-# which costs some units in the last place (6e-8) each; a chunk that is left out, or weighted by its
-# own size, costs 1e-2 and more.
+# Of the largest value: sums are rounded in another order, which costs some units in the last place
+# (6e-8) each; a chunk that is left out, or weighted by its own size, costs 1e-2 and more.
 ROUNDING = 2e-6
 
 
 def inputs(rows: int = 50, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, bias and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(rows)
-    hidden, weight = (
-        torch.randn(rows, D, generator=generator) * scale,
-        torch.randn(V, D, generator=generator),
-    )
+    hidden = torch.randn(rows, D, generator=generator) * scale
+    weight = torch.randn(V, D, generator=generator)
     targets = torch.randint(V, (rows,), generator=generator)
     targets[::7] = -100
     return hidden, weight, torch.randn(V, generator=generator), targets
@@ -39,9 +36,8 @@ def assert_near(one: Tensor, other: Tensor, part: float = ROUNDING) -> None:
 
 
 def some_tokens(sequences: int = 4, length: int = 32) -> Tensor:
-    return torch.randint(
-        256, (sequences, length), generator=torch.Generator().manual_seed(sequences)
-    )
+    generator = torch.Generator().manual_seed(sequences)
+    return torch.randint(256, (sequences, length), generator=generator)
 
 
 @pytest.fixture
@@ -76,8 +72,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -
     (3 * theirs).backward()
     for one, other in zip(found, expected, strict=True):
         assert one.grad is not None and other.grad is not None
-        # Logits are rounded in proportion to their size, and what is added to a logit multiplies a
-        # probability.
+        # logits are rounded in proportion to their size
         assert_near(one.grad, other.grad, ROUNDING * scale)
 
 
@@ -105,14 +100,14 @@ def test_under_autocast_gradients_are_as_good_as_of_whole_logits(dtype: torch.dt
             loss = compute(*own)
         assert loss.dtype == torch.float32
         loss.backward()
-        return [
-            float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(own, exact, strict=True)
-        ]  # type: ignore[operator,union-attr]
+        pairs = [(a.grad, b.grad) for a, b in zip(own, exact, strict=True)]
+        return [float((a - b).norm() / b.norm()) for a, b in pairs]  # type: ignore[operator,union-attr]
+
+    def plain(*own: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets)
 
     chunked = errors(lambda *own: cross_entropy(*own, None, targets, 300))
-    whole = errors(
-        lambda *own: nn.functional.cross_entropy(nn.functional.linear(*own).float(), targets)
-    )
+    whole = errors(plain)
     for ours, theirs in zip(chunked, whole, strict=True):
         assert ours <= 1.05 * theirs
         assert ours < 0.02
@@ -154,9 +149,10 @@ def test_a_chunked_head_has_the_same_gradients(
 CAPPED = {"head_dim": 16, "num_key_value_heads": 1, "final_logit_softcapping": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config"), [("gemma2", CAPPED), ("granite", {"logits_scaling": 8.0})]
-)
+SCALED = {"logits_scaling": 8.0}
+
+
+@pytest.mark.parametrize(("model_type", "config"), [("gemma2", CAPPED), ("granite", SCALED)])
 def test_models_that_change_their_logits_keep_them_whole(
     model_type: str, config: Any, chunked: None
 ) -> None:

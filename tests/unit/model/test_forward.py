@@ -37,19 +37,17 @@ def small() -> nn.Module:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     models.loss(model, TOKENS).backward()  # type: ignore[no-untyped-call]
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def kept_bytes(model: nn.Module) -> int:
     """What a forward pass keeps for the backward pass, without the hidden states between layers."""
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda one: kept.append(one.untyped_storage().nbytes()), id
-    ):
+
+    def keep(one: Tensor) -> None:
+        kept.append(one.untyped_storage().nbytes())
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, id):
         models.loss(model, TOKENS)
     return sum(kept)
 
@@ -58,9 +56,8 @@ def test_recomputed_layers_have_equal_gradients_and_keep_less() -> None:
     plain, recomputing = small(), small()
     recompute_layers_(recomputing)
     expected, found = gradients(plain), gradients(recomputing)
-    assert found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in found
-    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
     assert kept_bytes(recomputing) < kept_bytes(plain) / 3
     assert len(layers_of(plain)) == 2 and layers_of(nn.Linear(1, 1)) == []
 
@@ -77,9 +74,8 @@ def test_compiled_layers_keep_names_and_gradients() -> None:
     for name in found:  # the compiler may fuse, and does not with this backend
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-7)
     assert all(layer._compiled_call_impl is not None for layer in layers_of(compiled))
-    assert all(layer._compiled_call_impl is None for layer in layers_of(copy.deepcopy(compiled))), (
-        "a copy is not"
-    )
+    copied = layers_of(copy.deepcopy(compiled))
+    assert all(layer._compiled_call_impl is None for layer in copied)
 
 
 def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
@@ -94,10 +90,8 @@ def test_the_attention_is_the_one_that_was_typed_if_it_is_there() -> None:
             choose_attention_(model, "flash_attention_2")
     config = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     mamba = models.build(ModelConfig(name="small", model_type="mamba", config=config), 0)
-    with pytest.raises(
-        ConfigError,
-        match=r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$",
-    ):
+    sdpa = r"^train\.attention=sdpa: MambaForCausalLM does not support .*; use auto$"
+    with pytest.raises(ConfigError, match=sdpa):
         choose_attention_(mamba, "sdpa")
 
 
@@ -114,14 +108,8 @@ def test_an_inner_step_reads_no_value_from_the_device(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diloco.model.cross_entropy.CPU_CHUNK_BYTES", 10 * 4 * 256)
-    config = compose(
-        [
-            "experiment=smoke",
-            f"train.precision={precision}",
-            "train.micro_batch=1",
-            "train.log_every=100",
-        ]
-    )
+    typed = (f"train.precision={precision}", "train.micro_batch=1", "train.log_every=100")
+    config = compose(["experiment=smoke", *typed])
     model = small()
     prepare_(model, config, ALONE.device)
     sync = DataParallel(
@@ -142,14 +130,8 @@ def test_an_inner_step_reads_no_value_from_the_device(
 
 def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_was() -> None:
     """Each token makes its sequence longer, so layers would be compiled again and again."""
-    config = compose(
-        [
-            "experiment=smoke",
-            "train.compile=true",
-            "eval.prompts=['def ','']",
-            "eval.prompt_tokens=3",
-        ]
-    )
+    prompts = ("eval.prompts=['def ','']", "eval.prompt_tokens=3")
+    config = compose(["experiment=smoke", "train.compile=true", *prompts])
     model, random_state = small(), torch.random.get_rng_state()
     for layer in layers_of(model):
         layer.compile(backend=lambda *_: pytest.fail("compiled"))
@@ -161,9 +143,8 @@ def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_
     assert written == [
         (p, generate(small(), BYTES, p, max_new_tokens=3, temperature=0.0)) for p in ("def ", "")
     ]
-    assert torch.equal(torch.random.get_rng_state(), random_state) and all(
-        one.training for one in model.modules()
-    )
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert all(one.training for one in model.modules())
 
 
 def test_rows_of_several_sequences_are_found_without_a_loss() -> None:

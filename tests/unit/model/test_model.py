@@ -28,16 +28,14 @@ SMALL = {**ONE_LAYER, "num_hidden_layers": 2}
 
 
 def settings(model_type: str = "llama", path: str | None = None, **config: Any) -> ModelConfig:
-    return ModelConfig(
-        name="small", model_type=model_type, path=path, config={} if path else {**SMALL, **config}
-    )
+    config = {} if path else {**SMALL, **config}
+    return ModelConfig(name="small", model_type=model_type, path=path, config=config)
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:
     ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    same = all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+    return same and ours.keys() == theirs.keys()
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +59,7 @@ def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
     assert not equal(small, models.build(settings(), seed=1))
     assert torch.equal(before, torch.random.get_rng_state())
     assert small.training
-    assert {(parameter.dtype, parameter.device.type) for parameter in small.parameters()} == {
-        (torch.float32, "cpu")
-    }
+    assert {(one.dtype, one.device.type) for one in small.parameters()} == {(torch.float32, "cpu")}
 
 
 def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
@@ -73,21 +69,13 @@ def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
     changed[:, -1] += 1
     with torch.no_grad():
         found = small(input_ids=tokens, labels=tokens)
-        each = [
-            -found.logits[b, t].log_softmax(-1)[tokens[b, t + 1]].item()
-            for b in range(4)
-            for t in range(31)
-        ]
+        log_p = found.logits[:, :-1].log_softmax(-1)
+        mean = -log_p.gather(2, tokens[:, 1:, None]).mean().item()
         ours = models.loss(small, tokens).item()
-        assert torch.equal(found.logits[:, :-1], small(input_ids=changed).logits[:, :-1]), (
-            "none sees a later token"
-        )
+        later = small(input_ids=changed).logits
+        assert torch.equal(found.logits[:, :-1], later[:, :-1]), "none sees a later token"
     assert torch.equal(tokens, before)
-    assert (
-        ours
-        == pytest.approx(sum(each) / len(each), rel=1e-6)
-        == pytest.approx(found.loss.item(), rel=1e-6)
-    )
+    assert [mean, found.loss.item()] == pytest.approx([ours, ours], rel=1e-6)
     assert ours == pytest.approx(math.log(256), abs=0.1)
 
 
@@ -105,9 +93,7 @@ def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
 def test_every_preset_has_the_size_of_its_name(preset: str, parameters: float) -> None:
     with torch.device("meta"):
         model = models.outline(compose([f"model={preset}", "data.sequence_length=1024"]).model)
-    assert models.num_parameters(model) == pytest.approx(
-        parameters, rel=0 if preset == "tiny" else 0.03
-    )
+    assert models.num_parameters(model) == pytest.approx(parameters, rel=0.03)
 
 
 def test_a_saved_model_loads_in_plain_transformers(
@@ -122,9 +108,8 @@ def test_a_saved_model_loads_in_plain_transformers(
     models.save(tied, tmp_path / "tied")
     loaded = models.load(tmp_path / "tied")
     assert equal(tied, loaded)
-    assert models.num_parameters(small) - models.num_parameters(loaded) == 256 * 32, (
-        "they are counted once"
-    )
+    counted = models.num_parameters(small) - models.num_parameters(loaded)
+    assert counted == 256 * 32, "they are counted once"
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
@@ -136,9 +121,8 @@ def test_a_model_saved_with_bytes_brings_a_plain_tokenizer(
     # as the library has it in some processes
     monkeypatch.setattr("transformers.convert_slow_tokenizer", print)
     models.save(small, tmp_path / "model", load_tokenizer("bytes"))
-    text = "héllo Ā \x00 wörld\n\tdef f(x): don't  , . 日本 \U0001f600" + "".join(
-        map(chr, range(0x250))
-    )
+    text = "héllo Ā \x00 wörld\n\tdef f(x): don't  , . 日本 \U0001f600"
+    text += "".join(map(chr, range(0x250)))
     plain = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = plain(text)["input_ids"]
     assert ids == list(text.encode())
@@ -146,30 +130,24 @@ def test_a_model_saved_with_bytes_brings_a_plain_tokenizer(
     assert plain.eos_token_id == 0
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 0
-    assert type(load_tokenizer(str(tmp_path / "model"))) is type(load_tokenizer("bytes")), (
-        "it is its own tokenizer"
-    )
+    own = load_tokenizer(str(tmp_path / "model"))
+    assert type(own) is type(load_tokenizer("bytes")), "it is its own tokenizer"
 
 
 def test_saving_replaces_an_older_model_whole_or_not_at_all(
     small: nn.Module, tmp_path: Path
 ) -> None:
     place, other = tmp_path / "model", models.build(settings(), 1)
-    full_disk: Any = SimpleNamespace(
-        end=0, save=Mock(side_effect=OSError(28, "No space left on device"))
-    )
+    full = OSError(28, "No space left on device")
+    full_disk: Any = SimpleNamespace(end=0, save=Mock(side_effect=full))
     models.save(other, place)
     (place / "stale.txt").write_text("from the older model")
     models.save(small, place)
     assert not (place / "stale.txt").exists()
-    for directory, tokenizer, why in (
-        (place, full_disk, r"model: cannot be written \(.*No space left on device\); free space"),
-        (
-            place / "config.json" / "x",
-            None,
-            r"x: cannot be written \(Not a directory\); choose another directory",
-        ),
-    ):
+    no_space = r"model: cannot be written \(.*No space left on device\); free space"
+    no_folder = r"x: cannot be written \(Not a directory\); choose another directory"
+    inside = place / "config.json" / "x"
+    for directory, tokenizer, why in ((place, full_disk, no_space), (inside, None, no_folder)):
         with pytest.raises(ConfigError, match=why):
             models.save(other, directory, tokenizer)
         assert equal(small, models.load(place))
@@ -180,12 +158,8 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
     half = models.build(settings(), 0).to(torch.bfloat16)
     assert models.loss(half, torch.zeros(2, 8, dtype=torch.int64)).dtype == torch.float32
     models.save(half, tmp_path / "model")
-    continued = models.build(
-        settings(path=str(tmp_path / "model")),
-        seed=5,
-        tokenizer=ByteTokenizer(),
-        sequence_length=64,
-    )
+    saved = settings(path=str(tmp_path / "model"))
+    continued = models.build(saved, seed=5, tokenizer=ByteTokenizer(), sequence_length=64)
     assert continued.training
     assert {parameter.dtype for parameter in continued.parameters()} == {torch.float32}
     assert equal(continued, half.float())
@@ -262,19 +236,16 @@ def test_numbers_that_no_model_has_are_refused(
 ) -> None:
     """Before a config is made; so are those of a saved one."""
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        with pytest.raises(
-            ConfigError, match=f"^model.config.{name}: 1000000000 is more than 16777216"
-        ):
+        most = f"^model.config.{name}: 1000000000 is more than 16777216"
+        with pytest.raises(ConfigError, match=most):
             models.config_of(settings(**{name: 10**9}))
     shutil.copytree(saved, tmp_path / "model")
     pretrained = ModelConfig(name="pretrained", path=str(tmp_path / "model"))
     assert models.num_parameters(models.outline(pretrained)) == models.num_parameters(small)
     file = tmp_path / "model" / "config.json"
-    file.write_text(
-        file.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000')
-    )
+    text = file.read_text()
+    file.write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000'))
+    most = r"model\.path: .*num_hidden_layers: 1000000000 is more than"
     for load in (models.outline, lambda given: models.build(given, 0)):
-        with pytest.raises(
-            ConfigError, match=r"model\.path: .*num_hidden_layers: 1000000000 is more than"
-        ):
+        with pytest.raises(ConfigError, match=most):
             load(pretrained)

@@ -39,16 +39,8 @@ pytestmark = pytest.mark.usefixtures("registers")
 class HeavyBall(OuterOptimizer):
     name = "heavy_ball"
 
-    def push(
-        self,
-        theta: Any,
-        momentum: Any,
-        window: Any,
-        delta: Any,
-        lr: float,
-        beta: float,
-        *rest: object,
-    ) -> Any:
+    def push(self, theta: Any, momentum: Any, window: Any, delta: Any, *rest: Any) -> Any:
+        lr, beta, *_ = rest
         momentum = beta * momentum + delta
         return theta - lr * momentum, momentum, window
 
@@ -189,20 +181,18 @@ def test_a_codec_publishes_if_it_says_so() -> None:
     assert torch.equal(replica.anchors[0], replica.local.tensors["w"])
 
 
+LINEAR = "is not linear in theta, momentum, window and delta"
+WINDOW = "does not keep theta, or makes the window of the momentum"
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
         ({"name": "nesterov"}, "name=nesterov is one of diloco's own; choose another"),
         ({"name": "a b"}, "name='a b' is no name; use up to 64 letters, digits, '.', '_' and '-'"),
-        (
-            lambda _, x, m, w, delta, *rest: (x - abs(delta), m, w),
-            "is not linear in theta, momentum, window and delta",
-        ),
-        (lambda _, x, m, w, delta, *rest: (x - m, m + delta, w), "does not move theta by delta"),
-        (
-            lambda _, x, m, w, delta, *rest: (x - delta, m, m + w),
-            "does not keep theta, or makes the window of the momentum",
-        ),
+        (lambda _, x, m, w, d, *rest: (x - abs(d), m, w), LINEAR),
+        (lambda _, x, m, w, d, *rest: (x - m, m + d, w), "does not move theta by delta"),
+        (lambda _, x, m, w, d, *rest: (x - d, m, m + w), WINDOW),
     ],
 )
 def test_an_optimizer_that_cannot_work_is_not_registered(changed: Any, text: str) -> None:
@@ -213,24 +203,22 @@ def test_an_optimizer_that_cannot_work_is_not_registered(changed: Any, text: str
     assert "mine" not in OUTER_OPTIMIZERS
 
 
-def _twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
-    Thirds.accumulate_(self, acc, payload, 2 * weight)  # type: ignore[arg-type]
+def careless(self: Codec, x: Tensor, out: Tensor) -> None:
+    out.view(-1, 3).copy_(x.view(-1, 1).view(torch.uint8)[:, 1:])
+
+
+def twice(self: Codec, acc: Tensor, payload: Tensor, weight: float) -> None:
+    Codec.accumulate_(self, acc, payload, 2 * weight)
+
+
+NAN = "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first"
 
 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        (
-            {
-                "encode": (
-                    lambda self, x, out: out.view(-1, 3).copy_(
-                        x.view(-1, 1).view(torch.uint8)[:, 1:]
-                    )
-                )
-            },
-            "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first",
-        ),
-        ({"accumulate_": _twice}, "Mine.accumulate_ does not add what .decode gives"),
+        ({"encode": careless}, NAN),
+        ({"accumulate_": twice}, "Mine.accumulate_ does not add what .decode gives"),
         ({"decode": Codec.decode}, "Mine lacks decode; define it"),
     ],
 )
@@ -242,10 +230,8 @@ def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], tex
 def test_a_name_that_is_not_installed_is_said_with_the_remedy() -> None:
     with refused(f"outer.optimizer=lion {MISSING}"):
         compose(["outer.optimizer=lion"])
-    with pytest.raises(
-        ConfigError,
-        match=r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?",
-    ):
+    near = r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?"
+    with pytest.raises(ConfigError, match=near):
         compose(["outer.optimizer=nestrov"])
 
 
@@ -263,18 +249,15 @@ def test_an_entry_point_of_the_name_is_imported_and_no_other(
             print(error)
         return capsys.readouterr().out.strip()
 
+    missing, wrong = (
+        "is not installed here",
+        "nowhere_at_all cannot be imported (ModuleNotFoundError",
+    )
     assert asked() == "nesterov" and "lion_code" not in sys.modules
     assert "(did you mean lion?)" in asked("outer.optimizer=lions")
-    assert asked("outer.optimizer=json_code").startswith(
-        "outer.optimizer=json_code is not installed here; "
-    )
-    assert asked("outer.optimizer=broken").startswith(
-        "outer.optimizer=broken is not installed here: nowhere_at_all cannot be imported"
-        " (ModuleNotFoundError: "
-    )
+    assert f"=json_code {missing}; " in asked("outer.optimizer=json_code")
+    assert f"=broken {missing}: {wrong}: " in asked("outer.optimizer=broken")
     assert not {"lion_code", "json_code"} & set(sys.modules)
-    assert asked("outer.optimizer=empty").startswith(
-        "imported too\nouter.optimizer=empty is not installed "
-    )
+    assert asked("outer.optimizer=empty").startswith("imported too\nouter.optimizer=empty is not")
     assert asked("outer.optimizer=lion") == "imported\nlion"
     del sys.modules["lion_code"], sys.modules["json_code"]

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from diloco.errors import ConfigError, PayloadError
-from diloco.outer.digest import (
-    PART,
-    anchor_digest,
-    fragment_digest,
-    part_digest,
-    part_digests,
-    part_ranges,
-)
+from diloco.outer import digest as digests
+from diloco.outer.digest import PART, part_digest, part_digests
 from diloco.outer.fragments import BLOCK, Fragment, gather_, partition, scatter_
 
 LAYOUTS = ("contiguous", "transposed", "channels_last", "every_other", "reversed_dims")
@@ -58,9 +52,8 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
     for i in range(count):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
         dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-        prefix = draw(
-            st.sampled_from(["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."])
-        )
+        prefixes = ["", "model.layers.0.", "model.layers.1.", "encoder.h.10.", "1."]
+        prefix = draw(st.sampled_from(prefixes))
         parameters[f"{prefix}p{i}"] = make_parameter(shape, draw(st.sampled_from(LAYOUTS)), dtype)
     return parameters
 
@@ -80,9 +73,8 @@ def test_every_element_is_in_one_fragment_and_moved_once(
     found = []
     for fragment in partition({name: p.numel() for name, p in parameters.items()}, count, pattern):
         assert fragment.numel > 0
-        cuts = sorted(
-            {0, fragment.numel, *data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))}
-        )
+        drawn = data.draw(st.lists(st.integers(0, fragment.numel), max_size=4))
+        cuts = sorted({0, fragment.numel, *drawn})
         for start, stop in pairwise(cuts):
             for _, piece in fragment.locate(start, stop):
                 visits[piece.name][piece.start : piece.stop] += 1
@@ -91,16 +83,14 @@ def test_every_element_is_in_one_fragment_and_moved_once(
             found.append(out)
             scatter_(parameters, fragment, start, out + 1)
     assert all((count == 1).all() for count in visits.values())
-    # A second gathering or scattering of an element would have seen or made a value that is one
-    # higher.
+    # a second gathering or scattering would have seen or made a value that is one higher
     expected, together = (torch.arange(total) % 251).float(), torch.cat(found)
     if pattern == "strided":
         assert torch.equal(together.sort().values, expected.sort().values)
     else:
         assert torch.equal(together, expected)
-    assert torch.equal(
-        torch.cat([p.reshape(-1).float() for p in parameters.values()]), expected + 1
-    )
+    scattered = torch.cat([p.reshape(-1).float() for p in parameters.values()])
+    assert torch.equal(scattered, expected + 1)
 
 
 @settings(max_examples=60)
@@ -136,13 +126,8 @@ def names_of(parts: tuple[Fragment, ...]) -> list[list[str]]:
 
 def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
     layers = [f"model.layers.{i}.{name}" for i in range(11) for name in ("a.weight", "b.weight")]
-    numels = {
-        "model.embed.weight": 50,
-        **dict.fromkeys(layers, 10),
-        "model.norm.weight": 3,
-        "model.empty": 0,
-    }
-    numels["head.weight"] = 50
+    numels = {"model.embed.weight": 50, **dict.fromkeys(layers, 10), "model.norm.weight": 3}
+    numels |= {"model.empty": 0, "head.weight": 50}
     parts = partition(numels, 3, "strided")
     for index, names in enumerate(names_of(parts)):
         found = [int(name.split(".")[2]) for name in names if ".layers." in name]
@@ -152,21 +137,15 @@ def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
     assert [part.numel for part in parts] == [83, 130, 110]
     ends = names_of(parts)[2][0], names_of(parts)[0][-1], names_of(parts)[1][-1]
     assert ends == ("model.embed.weight", "model.norm.weight", "head.weight")
-    assert all(
-        piece.start == 0 and piece.stop == numels[piece.name]
-        for part in parts
-        for piece in part.slices
-    )
+    pieces = [piece for part in parts for piece in part.slices]
+    assert all(piece.start == 0 and piece.stop == numels[piece.name] for piece in pieces)
 
 
 def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
     """Not by the order of names."""
     numels = dict.fromkeys(("h.10.w", "h.9.w", "h.8.w", "h.8.3.w"), 1)
-    assert names_of(partition(numels, 3, "strided")) == [
-        ["h.8.w", "h.8.3.w"],
-        ["h.9.w"],
-        ["h.10.w"],
-    ]
+    found = names_of(partition(numels, 3, "strided"))
+    assert found == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
     numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
     assert names_of(partition(numels, 2, "strided")) == [
         ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
@@ -177,9 +156,8 @@ def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
 def test_an_impossible_number_of_fragments_is_refused() -> None:
     """With the largest possible."""
     for fragments in (0, 9):
-        with pytest.raises(
-            ConfigError, match=rf"outer\.fragments={fragments} is not possible; choose 1 to 8"
-        ):
+        impossible = rf"outer\.fragments={fragments} is not possible; choose 1 to 8"
+        with pytest.raises(ConfigError, match=impossible):
             partition({"a": 3, "b": 5}, fragments)
     with pytest.raises(ConfigError, match="no parameters"):
         partition({"empty": 0}, 1)
@@ -188,10 +166,8 @@ def test_an_impossible_number_of_fragments_is_refused() -> None:
         r"outer\.fragments={} is not possible with outer\.pattern=strided, as the model has {}"
         r" layers; choose {}$"
     )
-    with pytest.raises(
-        ConfigError,
-        match=problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous"),
-    ):
+    few = problem.format(3, 2, r"at most 2 fragments, or outer\.pattern=contiguous")
+    with pytest.raises(ConfigError, match=few):
         partition(numels, 3, "strided")
     with pytest.raises(ConfigError, match=problem.format(1, 0, r"outer\.pattern=contiguous")):
         partition({"embed": 100}, 1, "strided")
@@ -225,8 +201,8 @@ def test_a_part_digest_is_the_blake3_of_its_little_endian_bytes() -> None:
 def test_digests_combine_upwards_under_labels() -> None:
     parts = (digest(b"a"), digest(b"b"))
     raw = blake3(b"a").digest() + blake3(b"b").digest()
-    assert fragment_digest(parts) == digest(b"diloco fragment\0" + raw)
-    assert anchor_digest(parts) == digest(b"diloco anchor\0" + raw)
+    assert digests.fragment_digest(parts) == digest(b"diloco fragment\0" + raw)
+    assert digests.anchor_digest(parts) == digest(b"diloco anchor\0" + raw)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -234,22 +210,26 @@ def test_parts_are_hashed_in_order_and_checked_one_by_one(threads: int) -> None:
     flat, before = torch.arange(2.0 * PART + 3), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        digests = part_digests(flat)
+        before_it = part_digests(flat)
         flat[PART] += 1
         changed = part_digests(flat)
     finally:
         torch.set_num_threads(before)
-    assert part_ranges(flat.numel()) == [(0, PART), (PART, 2 * PART), (2 * PART, 2 * PART + 3)]
+    assert digests.part_ranges(flat.numel()) == [
+        (0, PART),
+        (PART, 2 * PART),
+        (2 * PART, 2 * PART + 3),
+    ]
     assert changed == (
         part_digest(flat[:PART]),
         part_digest(flat[PART : 2 * PART]),
         part_digest(flat[2 * PART :]),
     )
-    assert [a == b for a, b in zip(digests, changed, strict=True)] == [True, False, True]
+    assert [a == b for a, b in zip(before_it, changed, strict=True)] == [True, False, True]
 
 
 @pytest.mark.parametrize("bad", ["", "ab", "g" * 64, "A" * 64, "a" * 63 + "\n", "a" * 66, " " * 64])
 def test_text_that_is_not_a_digest_is_refused(bad: str) -> None:
-    for combine in (fragment_digest, anchor_digest):
+    for combine in (digests.fragment_digest, digests.anchor_digest):
         with pytest.raises(PayloadError, match="not a digest"):
             combine([digest(b"a"), bad])

@@ -15,7 +15,6 @@ from tests.support.outer import make, named, outer, relative_error
 NUMEL = 4096
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
 DELAY = 4
-QUORUM = {"quorum": 1}
 
 
 class Rounds:
@@ -23,9 +22,8 @@ class Rounds:
     norms."""
 
     def __init__(self, codec: str, **settings: object) -> None:
-        plan = outer(
-            **{"sync_every": 4, "codec_up": "fp32", "codec_down": codec, **QUORUM, **settings}
-        )
+        fixed = {"sync_every": 4, "codec_up": "fp32", "codec_down": codec, "quorum": 1}
+        plan = outer(**{**fixed, **settings})
         self.generator = torch.Generator().manual_seed(3)
         start = 0.02 * self.noise()
         start[:400] += 1.0
@@ -118,9 +116,7 @@ def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: 
     step = state.step(true.version + 1, 3, DELAY)
     state.join_(step)
     assert step.pushes == 0 and state.momentum.any()
-    assert not any(further.any() for further in state.vectors[1:]), (
-        "what is in the window is not known"
-    )
+    assert not any(further.any() for further in state.vectors[1:]), "the window is not known"
 
 
 def test_a_backup_follows_what_it_is_backup_of() -> None:

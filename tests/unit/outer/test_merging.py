@@ -52,10 +52,8 @@ def version(
 ) -> Tensor:
     """How far a version moves the anchor back, of these contributions in this order of arrival."""
     before, weights = replica.anchors[0].clone(), weights or dict.fromkeys(found, 1.0)
-    those = [
-        weighted(peer, payload_of(replica.up, values), weights[peer])
-        for peer, values in found.items()
-    ]
+    payloads = {peer: payload_of(replica.up, values) for peer, values in found.items()}
+    those = [weighted(peer, payload, weights[peer]) for peer, payload in payloads.items()]
     _, digest = make(replica, those)
     assert digest == replica.digest(0)
     return before - replica.anchors[0]
@@ -89,10 +87,8 @@ every_rule = pytest.mark.parametrize("rule", [*MERGE_RULES, "weighted_median", "
 def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
     """Also where one lies."""
     found = {**contributions(5), "p3": -10 * contributions(5)["p3"]}
-    settings, weights = (
-        settings_of(rule, codec_up=codec_up),
-        {peer: 1.0 + i / 7 for i, peer in enumerate(found)},
-    )
+    settings = settings_of(rule, codec_up=codec_up)
+    weights = {peer: 1.0 + i / 7 for i, peer in enumerate(found)}
     orders = itertools.islice(itertools.permutations(found), 0, 120, 41)
     results = [merged(settings, {peer: found[peer] for peer in order}, weights) for order in orders]
     for result in results[1:]:
@@ -145,18 +141,13 @@ def test_the_average_agrees_with_the_formula_in_float64(
     got = average(vectors, weights, pieces)
     for start, stop in pieces:
         parts = [vector[start:stop].double() for vector in vectors]
-        direction = sum(
-            weight * part / part.norm() for weight, part in zip(weights, parts, strict=True)
-        )
+        pairs = list(zip(weights, parts, strict=True))
+        direction = sum(weight * part / part.norm() for weight, part in pairs)
         if direction.norm() < 1e-2 * sum(weights):
             continue  # directions that nearly cancel; fp32 cannot agree to many places
-        length = sum(
-            weight * part.norm() for weight, part in zip(weights, parts, strict=True)
-        ) / sum(weights)
-        expected = length * direction / direction.norm()
-        torch.testing.assert_close(
-            got[start:stop].double(), expected, rtol=1e-4, atol=1e-4 * float(length)
-        )
+        length = sum(weight * part.norm() for weight, part in pairs) / sum(weights)
+        expected, atol = length * direction / direction.norm(), 1e-4 * float(length)
+        torch.testing.assert_close(got[start:stop].double(), expected, rtol=1e-4, atol=atol)
 
 
 def test_a_piece_of_zeros_counts_in_the_mean_norm_only() -> None:
@@ -196,9 +187,8 @@ def test_singular_values_take_the_power_and_the_norm_stays(
     matrix = gaussian(shape[0] * shape[1], 1, scale).view(shape)
     flat = matrix.flatten().clone()
     flatten_(flat, [Matrix(0, *shape)], part)
-    torch.testing.assert_close(
-        flat.view(shape), reference(matrix, part), rtol=1e-4, atol=1e-5 * scale
-    )
+    expected = reference(matrix, part)
+    torch.testing.assert_close(flat.view(shape), expected, rtol=1e-4, atol=1e-5 * scale)
 
 
 def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
@@ -232,12 +222,10 @@ def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
 def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     """One matrix lies across the border of two chunks; the vector behind it gets the plain mean."""
     shapes = {"a": (CHUNK - 2048,), "b": (64, 64), "c": (10,)}
-    [fragment] = partition(
-        {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}, 1
-    )
+    numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     settings = outer(lr=1.0, momentum=0.0, flatten=0.5, robust=robust, **EXACT)
     peer = author({name: torch.zeros(shape) for name, shape in shapes.items()}, settings)
-    contributions = [gaussian(fragment.numel, seed) + 1 for seed in range(4)]
+    contributions = [gaussian(numel, seed) + 1 for seed in range(4)]
     make(peer, named(payload_of(peer.up, delta) for delta in contributions))
     mean = torch.stack(contributions).mean(0)
     begin, end = CHUNK - 2048, CHUNK + 2048

@@ -30,10 +30,8 @@ def pseudo_gradients(count: int, seed: int, agreement: float = 0.6) -> list[Tens
     """Honest ones of a round: a common direction, and noise of its own for each."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(NUMEL, generator=generator)
-    return [
-        agreement * common + (1 - agreement**2) ** 0.5 * torch.randn(NUMEL, generator=generator)
-        for _ in range(count)
-    ]
+    noise = [torch.randn(NUMEL, generator=generator) for _ in range(count)]
+    return [agreement * common + (1 - agreement**2) ** 0.5 * own for own in noise]
 
 
 def encoded(x: Tensor, lie: float = 1.0) -> Tensor:
@@ -70,9 +68,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 9), merge=st.sampled_from(["mean", "rda"]))
-def test_a_version_of_honest_contributions_stays_as_it_is(
-    seed: int, count: int, merge: str
-) -> None:
+def test_a_version_of_honest_contributions_stays(seed: int, count: int, merge: str) -> None:
     plain, robust = author(robust="none", merge=merge), author(merge=merge)
     for round_ in range(3):
         found = sent(pseudo_gradients(count, seed + round_))
@@ -100,14 +96,9 @@ def test_one_of_eight_that_lies_hardly_turns_the_step(factor: float) -> None:
 
 def test_three_reversed_of_eight_are_left_out_and_four_are_not() -> None:
     deltas = pseudo_gradients(8, 5)
-    assert step(author(), sent(deltas, dict.fromkeys(range(3), -10.0))).left_out == (
-        "p0",
-        "p1",
-        "p2",
-    )
-    assert step(author(), sent(deltas, dict.fromkeys(range(4), -10.0))).left_out == (), (
-        "no majority to go by"
-    )
+    three, four = (sent(deltas, dict.fromkeys(range(count), -10.0)) for count in (3, 4))
+    assert step(author(), three).left_out == ("p0", "p1", "p2")
+    assert step(author(), four).left_out == (), "no majority to go by"
 
 
 def few(
@@ -146,15 +137,13 @@ def test_few_contributions_are_as_long_as_is_usual(count: int) -> None:
 
 
 def test_one_against_the_momentum_is_as_long_as_is_usual() -> None:
-    against, along = torch.tensor([-0.5]), torch.tensor([0.5])
-    assert clip_few([100.0], [1.0], 5.0, [along], NUMEL, 3.0, None).scales == (0.2,), (
-        "20 is allowed"
-    )
-    assert clip_few([4.0], [1.0], 1.0, [against], NUMEL, 3.0, None).scales == (0.25,)
-    assert clip_few([4.0], [1.0], 1.0, [along], NUMEL, 3.0, None).scales == (1.0,)
-    assert clip_few([4.0], [1.0], 0.0, [against], NUMEL, 3.0, None).scales == (1.0,), (
-        "nothing is known"
-    )
+    def scale(norm: float, expected: float, cosine: float) -> float:
+        cosines = torch.tensor([cosine])
+        return clip_few([norm], [1.0], expected, [cosines], NUMEL, 3.0, None).scales[0]
+
+    assert scale(100.0, 5.0, 0.5) == 0.2, "20 is allowed"
+    assert (scale(4.0, 1.0, -0.5), scale(4.0, 1.0, 0.5)) == (0.25, 1.0)
+    assert scale(4.0, 0.0, -0.5) == 1.0, "nothing is known"
 
 
 def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
@@ -163,30 +152,22 @@ def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
     common = torch.randn(numel, generator=generator)
     deltas = [common + 2 * torch.randn(numel, generator=generator) for _ in range(5)]
     deltas[1] *= -1
-    found = Comparison(
-        [payload_of(INT8, delta) for delta in deltas], INT8, Layout(INT8, numel), random.Random(1)
-    )
+    payloads = [payload_of(INT8, delta) for delta in deltas]
+    found = Comparison(payloads, INT8, Layout(INT8, numel), random.Random(1))
     assert 2 * SKETCH <= found.numel < 2.2 * SKETCH
-    torch.testing.assert_close(
-        found.cosines, unit(torch.stack(deltas)), rtol=0, atol=5 * found.numel**-0.5
-    )
-    assert clip(
-        [float(delta.norm()) for delta in deltas], found.cosines, [1.0] * 5, 3.0, found.numel
-    ).left_out == (1,)
+    expected = unit(torch.stack(deltas))
+    torch.testing.assert_close(found.cosines, expected, rtol=0, atol=5 * found.numel**-0.5)
+    norms = [float(delta.norm()) for delta in deltas]
+    assert clip(norms, found.cosines, [1.0] * 5, 3.0, found.numel).left_out == (1,)
     along = found.cosines_with(deltas[0])
     torch.testing.assert_close(along, found.cosines[0], rtol=0, atol=0.01)
 
 
 def test_sketches_begin_elsewhere_in_each_version() -> None:
-    payloads, source, layout = (
-        [encoded(torch.randn(CHUNK)) for _ in range(2)],
-        random.Random(1),
-        Layout(INT8, CHUNK),
-    )
-    assert (
-        len({float(Comparison(payloads, INT8, layout, source).cosines[0, 1]) for _ in range(20)})
-        > 5
-    )
+    payloads = [encoded(torch.randn(CHUNK)) for _ in range(2)]
+    source, layout = random.Random(1), Layout(INT8, CHUNK)
+    found = [Comparison(payloads, INT8, layout, source) for _ in range(20)]
+    assert len({float(one.cosines[0, 1]) for one in found}) > 5
 
 
 # -- the rules -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ learning rate and the momentum are 0.5, and all parameters start at 10. The mean
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,7 @@ from diloco.core.author import weights
 from diloco.messages.heads import Line
 from diloco.outer.codecs import CODECS
 from diloco.outer.merging import Mean, Part
-from diloco.outer.optimizer import (
-    DelayedNesterov,
-    Nesterov,
-    OuterStep,
-    lr_at,
-    momentum_at,
-)
+from diloco.outer.optimizer import DelayedNesterov, Nesterov, OuterStep, lr_at, momentum_at
 from tests.support.outer import author, make, named, outer
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]
@@ -39,9 +34,8 @@ def assert_all(vector: Tensor, value: float) -> None:
 
 
 def nesterov_(master: Tensor, momentum: Tensor, delta: Tensor, lr: float, beta: float) -> None:
-    transition = Nesterov(outer(lr=lr, momentum=beta, momentum_warmup=0)).transition(
-        OuterStep(0, 1)
-    )
+    optimizer = Nesterov(outer(lr=lr, momentum=beta, momentum_warmup=0))
+    transition = optimizer.transition(OuterStep(0, 1))
     before = master.clone()
     transition.move_(master, delta, [momentum])
     transition.follow_([momentum], master - before)
@@ -83,9 +77,7 @@ RATES: dict[str, tuple[Callable[[int], tuple[float, float]], list[float]]] = {
 
 
 @pytest.mark.parametrize(("rates", "golden"), RATES.values(), ids=RATES)
-def test_nesterov_by_rates(
-    rates: Callable[[int], tuple[float, float]], golden: list[float]
-) -> None:
+def test_nesterov_by_rates(rates: Callable[[int], Any], golden: list[float]) -> None:
     master, momentum = full(10.0), full(0.0)
     for version, expected in enumerate(golden):
         nesterov_(master, momentum, merged(DELTAS, [1.0] * 4), *rates(version))
@@ -108,10 +100,8 @@ def test_nesterov_by_rates(
     ],
 )
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
-    lines = [
-        Line(0, peer, 1, "", steps, 1000, (), 1.0, "")
-        for peer, steps in zip("abcd", (2, 2, 1, 1), strict=True)
-    ]
+    steps = {"a": 2, "b": 2, "c": 1, "d": 1}
+    lines = [Line(0, peer, 1, "", taken, 1000, (), 1.0, "") for peer, taken in steps.items()]
     counted = weights(kind, lines)
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
@@ -119,17 +109,17 @@ def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
         assert_all(master, expected)
 
 
-# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1, delta
-#   (4, 3, -3.5). e = (4, 3, -3.5)                                sends   4     at 0    ( 6, 10,
-#   10) e = (0, 1.5, -1.75)  + delta = (4, 4.5, -5.25)  sends  -5.25  at 2    ( 6, 10,    15.25)
-#   e = (2, 2.25, 0)     + delta = (6, 5.25, -3.5)  sends   6     at 0    ( 0, 10,    15.25)
-#   e = (0, 2.625, -1.75)+ delta = (4, 5.625,-5.25) sends   5.625 at 1    ( 0, 4.375, 15.25)
+# SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1,
+# delta (4, 3, -3.5).
+#   e = (4, 3, -3.5)                                 sends  4     at 0   (6, 10, 10)
+#   e = (0, 1.5, -1.75)   + delta = (4, 4.5, -5.25)  sends -5.25  at 2   (6, 10, 15.25)
+#   e = (2, 2.25, 0)      + delta = (6, 5.25, -3.5)  sends  6     at 0   (0, 10, 15.25)
+#   e = (0, 2.625, -1.75) + delta = (4, 5.625,-5.25) sends  5.625 at 1   (0, 4.375, 15.25)
 def test_sparse_with_error_feedback() -> None:
     settings = outer(codec_up="topk", error_feedback=0.5, momentum=0, lr=1, codec_down="fp32")
     peer = author({"w": torch.full((3,), 10.0)}, settings)
-    for version, expected in enumerate(
-        ([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])
-    ):
+    golden = ([6, 10, 10], [6, 10, 15.25], [0, 10, 15.25], [0, 4.375, 15.25])
+    for version, expected in enumerate(golden):
         peer.local.tensors["w"].sub_(torch.tensor([4.0, 3.0, -3.5]))
         make(peer, named([peer.capture(0)]), step=OuterStep(version, 1))
         peer.load_local_()
@@ -170,7 +160,6 @@ def test_one_push_at_a_time(c: float, delay: int, deltas: list[float], golden: l
     state = (full(10.0), full(0.0), full(0.0))
     push = DelayedNesterov(outer(optimizer="delayed_nesterov", quorum=1, delay_c=c)).push
     for index, (delta, expected) in enumerate(zip(deltas, golden, strict=True)):
-        state = push(
-            *state, full(delta), lr=0.5, beta=0.5, delay=delay, last=index % delay == delay - 1
-        )
+        last = index % delay == delay - 1
+        state = push(*state, full(delta), lr=0.5, beta=0.5, delay=delay, last=last)
         assert_all(state[0], expected)

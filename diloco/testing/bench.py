@@ -23,14 +23,12 @@ def describe() -> dict[str, Any]:
     minute."""
     kind, count = devices.count_devices()
     accelerator = devices.name_of(torch.device(kind)) if count else "none"
+    memory_kb = int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0])
+    mine = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.processor(),
-        "cores": (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ),
-        "memory_gib": round(
-            int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20
-        ),
+        "cores": len(mine),
+        "memory_gib": round(memory_kb / 2**20),
         "accelerator": f"{count} x {accelerator}" if count > 1 else accelerator,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -57,8 +55,7 @@ def cpu_seconds(processes: set[int]) -> float:
 
 
 def _first(file: str, key: str) -> str | None:
-    """The value of the first `key: value` line of a file under /proc; None elsewhere than on
-    Linux."""
+    """The value of the first `key: value` line of a file under /proc, if there is one."""
     path = Path(file)
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
@@ -69,8 +66,7 @@ def place(machine: Mapping[str, Any]) -> str:
     return f"{machine['cores']} cores {machine['cpu']}, torch {machine['torch']}"
 
 
-# -- tables: each stands between <!-- name --> and <!-- end of name --> in scripts/README.md or
-#     TABLES.md
+# -- tables: between <!-- name --> and <!-- end of name --> in scripts/README.md or TABLES.md
 
 
 def rows_of(name: str) -> list[str]:

@@ -67,9 +67,8 @@ class Story:
     def begin(self, names: str) -> None:
         """All of these peers start, and train."""
         self.start(names, min_peers=len(names))
-        self.run_until(
-            lambda: all(node.core.facts.steps for node in self.nodes().values()), "all train"
-        )
+        nodes = self.nodes
+        self.run_until(lambda: all(one.core.facts.steps for one in nodes().values()), "all train")
 
     def start(self, names: str, min_peers: int = 1, trains: bool = True) -> None:
         """Peers of these names start; where nobody is there yet, one of them does so a little
@@ -77,9 +76,8 @@ class Story:
         for name in self.random.sample(names, len(names)):
             first = not self.crowd.living()
             latency_s = self.random.choice([0.02, 0.1, 0.3])
-            life = self.crowd.start(
-                PeerSpec(name, trains, step_s=STEP_S, latency_s=latency_s), min_peers
-            )
+            spec = PeerSpec(name, trains, step_s=STEP_S, latency_s=latency_s)
+            life = self.crowd.start(spec, min_peers)
             if first:
                 self.run_until(lambda life=life: life.ready, "the first peer listens")
 
@@ -102,9 +100,8 @@ class Story:
         if outer_steps:
             self.crowd.goal = outer_steps + max(self.version(name) for name in self.nodes())
         goal, self.crowd.goal = self.crowd.goal, 10**9
-        self.run_until(
-            lambda: all(self.version(name) >= goal for name in self.nodes()), "all are done"
-        )
+        done = lambda: all(self.version(name) >= goal for name in self.nodes())  # noqa: E731
+        self.run_until(done, "all are done")
         self.loop.run_until_complete(self.watch.rest())
         nodes = self.nodes()
         self.lost = {name: node.core.discarded() for name, node in nodes.items()}

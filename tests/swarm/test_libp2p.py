@@ -63,7 +63,8 @@ def test_whom_nobody_answers_reads_one_line_of_ours(typed: str, tmp_path: Path) 
         started.done(3)
     assert (started.stderr + started.stdout).count("cannot be reached") == 1
     assert "Loop" not in started.stderr and "asyncio" not in started.stderr
-    assert started.stderr.count("\n") <= 1, started.stderr
+    lines = [one for one in started.stderr.splitlines() if not one.startswith("diloco: [")]
+    assert len(lines) <= 1, "and of progress, which a slow machine shows"
 
 
 @pytest.mark.slow

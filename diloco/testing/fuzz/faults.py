@@ -46,10 +46,8 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} of living peer {self.who} at {self.at_s:.2f} s and {self.turns} turns,"
-            f" {self.seconds:g} s"
-        )
+        when = f"at {self.at_s:.2f} s and {self.turns} turns"
+        return f"{self.kind} of living peer {self.who} {when}, {self.seconds:g} s"
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,8 @@ class Scenario:
 def scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     r = random.Random(f"scenario {seed}")
-    trainers, hosts = r.choice(
-        [(1, 1), (2, 0), (2, 0), (3, 0), (3, 0), (2, 1), (1, 2), (4, 0), (3, 1), (4, 1), (5, 0)]
-    )
+    sizes = "11 20 20 30 30 21 12 40 31 41 50".split()
+    trainers, hosts = map(int, r.choice(sizes))
     fragments = r.randint(1, 3)
     outer = _outer(r, fragments)
     liar = trainers >= 4 and "quorum" not in outer and r.random() < 0.5
@@ -135,18 +132,10 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
     """Settings of the outer step: a barrier half of the time, and the other presets' kinds."""
     every = r.choice([2, 4])
     settings: dict[str, Any] = {"sync_every": every, "fragments": fragments}
-    settings |= r.choice(
-        [
-            {},
-            {},
-            {"codec_up": "fp32"},
-            {"codec_up": "e3m0"},
-            {"codec_up": "fp32", "codec_down": "fp32"},
-        ]
-    )
-    match r.choice(
-        ["barrier"] * 5 + ["robust", "overlap", "staggered", "grace", "async", "async", "decoupled"]
-    ):
+    up, exact = {"codec_up": "fp32"}, {"codec_up": "fp32", "codec_down": "fp32"}
+    settings |= r.choice([{}, {}, up, {"codec_up": "e3m0"}, exact])
+    kinds = "robust overlap staggered grace async async decoupled"
+    match r.choice(["barrier"] * 5 + kinds.split()):
         case "robust":
             settings |= {"robust": r.choice(["clip", "none"])}
         case "overlap":
@@ -179,17 +168,7 @@ def split_scenario(seed: int) -> Scenario:
         )
         for number, name in enumerate("abcdefgh"[: trainers + hosts])
     )
-    seconds = [12.0, 30.0, SPLIT_PROGRESS_S, 120.0]
-    faults = [
-        Fault(
-            round(r.uniform(3.0, 50.0), 2),
-            r.choice([0, r.randrange(40)]),
-            r.choice(SHAPES),
-            r.randrange(100),
-            r.choice(seconds),
-        )
-        for _ in range(r.choice([1, 1, 2, 3]))
-    ]
+    faults = [_split(r) for _ in range(r.choice([1, 1, 2, 3]))]
     settings: dict[str, Any] = {"sync_every": r.choice([2, 4]), "fragments": r.randint(1, 2)}
     overlap, quorum = {"overlap": 1}, {"quorum": 2, "grace_s": 1.0}
     at_once = {"quorum": 1, "optimizer": "delayed_nesterov"}
@@ -208,6 +187,12 @@ def split_scenario(seed: int) -> Scenario:
         closed=False,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
+
+
+def _split(r: random.Random) -> Fault:
+    at_s, turns = round(r.uniform(3.0, 50.0), 2), r.choice([0, r.randrange(40)])
+    shape, who = r.choice(SHAPES), r.randrange(100)
+    return Fault(at_s, turns, shape, who, r.choice([12.0, 30.0, SPLIT_PROGRESS_S, 120.0]))
 
 
 def pairs(shape: str, names: list[str], r: random.Random) -> list[tuple[str, str]]:

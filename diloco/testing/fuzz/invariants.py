@@ -59,25 +59,19 @@ MOST_ASKED = 8  # questions of one peer for one fragment that a donor gets in a 
 class _Seen:
     """What was seen of a life.
 
-    Attributes:
-        tips: the last one of each fragment. had: ids of the control heads that it had.
-        trained: tokens. since: of these, by fragment, when the history changed that it learns in.
-        loaded: by fragment, the head whose anchor the parameters were seen to be.
-        unread: fragments whose anchor was not looked at since the tip moved. damaged: those whose
-            anchor is no more what the tip says.
-        told: tokens said to be discarded, by fragment.
+    `since`, `loaded`, `told` are by fragment; `unread` and `damaged` are fragments.
     """
 
     life: Life
     node: Node
-    tips: list[Tip]
-    had: set[str] = field(default_factory=set)
-    trained: int = 0
-    since: Counter[int] = field(default_factory=Counter)
-    loaded: dict[int, str] = field(default_factory=dict)
-    unread: set[int] = field(default_factory=set)
-    damaged: set[int] = field(default_factory=set)
-    told: Counter[int] = field(default_factory=Counter)
+    tips: list[Tip]  # the last one of each fragment
+    had: set[str] = field(default_factory=set)  # ids of control heads
+    trained: int = 0  # tokens
+    since: Counter[int] = field(default_factory=Counter)  # of these, when the history changed
+    loaded: dict[int, str] = field(default_factory=dict)  # the head that the parameters were
+    unread: set[int] = field(default_factory=set)  # not looked at since the tip moved
+    damaged: set[int] = field(default_factory=set)  # the anchor is no more what the tip says
+    told: Counter[int] = field(default_factory=Counter)  # tokens said to be discarded
 
 
 class Watch:
@@ -192,8 +186,7 @@ class Watch:
             raise Violation(f"{which} by {name}: {why}")
 
     def _read(self, seen: _Seen) -> None:
-        """Look at anchors that have moved, unless they are moving again, maybe in another
-        thread."""
+        """Look at anchors that have moved, unless they are moving again."""
         for fragment in sorted(seen.unread - seen.damaged):
             lock, f = seen.node.context.locks[fragment], seen.node.core.facts.fragments[fragment]
             if not f.moving and not (lock._lock.locked() and not lock._readers):
@@ -203,8 +196,7 @@ class Watch:
                     raise Violation(f"anchor {fragment} of {name} is not what its tip says")
 
     def _check_loaded(self, seen: _Seen) -> None:
-        """What an inner step begins with, in the thread of the peer: an error would be the
-        loop's."""
+        """What an inner step begins with, in the thread of the peer."""
         replica = seen.node.replica
         for f in seen.node.core.facts.fragments:
             first = seen.loaded.get(f.index) != f.base
@@ -229,8 +221,7 @@ class Watch:
         return [self.seen[life.owner] for life in self._crowd.members() if life.owner in self.seen]
 
     def agree(self) -> bool:
-        """Whether all have the same tips, believe in the same authors among them, and have nothing
-        on its way."""
+        """Whether all have the same tips and the same authors, and nothing is on its way."""
         if not all(life.at_rest or not life.member.trains for life in self._crowd.members()):
             return False
         cores = [seen.node.core.facts for seen in self.living()]

@@ -33,8 +33,7 @@ MAX_PEERS = 7
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a scenario went: `violation` is None when every invariant held. The story has a line per
-    event of a node."""
+    """How a scenario went. The story has a line per event of a node."""
 
     turns: int
     seconds: float
@@ -138,8 +137,7 @@ class _Stage:
         return life not in self.crowd.members() or life.work > before
 
     def _in_step(self, life: Life, before: list[int]) -> bool:
-        """Whether a contribution of it to each fragment is in the model that was not before, or was
-        judged."""
+        """Whether a new contribution of it to each fragment is in the model, or was judged."""
         gone = life not in self.crowd.members() or not life.member.trains
         return gone or all(now > then for now, then in zip(_stamps(life), before, strict=True))
 
@@ -219,8 +217,7 @@ class _Stage:
         self._over(fault.seconds, ends)
 
     def _damage(self, life: Life, node: Node, fault: Fault) -> None:
-        """A bit of an anchor flips; or whatever a peer merges hangs, until it is killed and starts
-        again."""
+        """A bit of an anchor flips; or merges hang until the peer is killed and starts again."""
         if fault.kind == "flip":
             f = node.core.facts.fragments[fault.who % len(node.replica.anchors)]
             if not f.moving:  # else it is looked at, and moves all the same
@@ -253,8 +250,7 @@ class _Stage:
         self._over(fault.seconds, thaw)
 
     def _split(self, fault: Fault) -> None:
-        """Sides cannot reach each other for a while. They go on, if nothing else happens to
-        them."""
+        """Sides cannot reach each other for a while; they go on if nothing else happens."""
         crowd, r = self.crowd, random.Random(f"{self.plan.seed} {fault}")
         cut = pairs(fault.kind, sorted(crowd.lives), r)
         crowd.note("", f"cannot reach each other: {' '.join(map('-'.join, cut))}")

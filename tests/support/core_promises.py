@@ -32,7 +32,7 @@ class Promises(Swarm):
 
     def __init__(self, settings: ProtocolSettings, seed: int) -> None:
         super().__init__(settings, seed=seed)
-        self.lineage = Versions()
+        self.versions = Versions()
         self.anchors: dict[str, Any] = {}
         self.liar = ""
         self.lies: set[str] = set()  # digests of updates
@@ -52,7 +52,7 @@ class Promises(Swarm):
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
             made = Made(f.tip.head, f.tip.parts, f.tip.book.digest)
-            self.lineage.made.setdefault(f.tip.head.id, made)
+            self.versions.made.setdefault(f.tip.head.id, made)
             self.seen[peer.name, f.index] = f.tip.head
             self.since[peer.name, f.index] = peer.facts.processed
             self.bases[peer.name, f.index] = f.base
@@ -64,9 +64,9 @@ class Promises(Swarm):
             if head is not before:
                 self.seen[name, f.index] = head
                 holds(head.key > before.key and head.work >= before.work, name, "goes down")
-                if head.id not in self.lineage.made:
+                if head.id not in self.versions.made:
                     self.check_version(peer, f)
-                if self.bases[name, f.index] not in [one.id for one in self.lineage.chain(head)]:
+                if self.bases[name, f.index] not in [one.id for one in self.versions.chain(head)]:
                     self.since[name, f.index] = peer.facts.processed
                 what = peer.anchors.now[f.index], f.tip.book.digest
                 holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
@@ -83,10 +83,10 @@ class Promises(Swarm):
         """A head that nobody has seen before."""
         head = f.tip.head
         holds(head.author == peer.name, "nobody made", head.id)
-        self.lineage.add(f.tip)
-        why = self.lineage.wrong(head)
+        self.versions.add(f.tip)
+        why = self.versions.wrong(head)
         holds(not why and head.fragment == f.index, "version", head.number, "by", peer.name, why)
-        units = sum(count(line.units) for one in self.lineage.chain(head) for line in one.counted)
+        units = sum(count(line.units) for one in self.versions.chain(head) for line in one.counted)
         holds(f.index or units == head.work, "tokens without data")
 
     def holes(self, side: list[Peer]) -> Units:
@@ -103,7 +103,7 @@ class Promises(Swarm):
         for peer in side:
             for f in peer.facts.fragments:
                 core, name, own = peer.facts, peer.name, contributions.own(peer.facts, f)
-                applied = self.lineage.tokens(f.tip.head, name)
+                applied = self.versions.tokens(f.tip.head, name)
                 lost = contributions.discarded(core, f)
                 holds(own is None or not core.author_of(f), "a line of", name, "stays in flight")
                 holds(applied == f.tip.book.of(name)[1], "the book says other tokens than heads")
@@ -114,7 +114,7 @@ class Promises(Swarm):
                 fits = name in self.again or core.steps * peer.batch == total
                 holds(fits, "tokens of", name, "are missing")
         for name, index, stamp, tokens in self.left:
-            lacks = tokens - self.lineage.tokens(side[0].tip(index).head, name, stamp)
+            lacks = tokens - self.versions.tokens(side[0].tip(index).head, name, stamp)
             holds(lacks <= 0, lacks, "tokens of", name, "which left, are not in", index)
         liars = [peer for peer in self.peers.values() if peer.core and peer.name == self.liar]
         held = (data.has(peer.facts) for peer in [*side, *liars])

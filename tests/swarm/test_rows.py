@@ -125,8 +125,8 @@ def test_a_peer_of_any_size_sends_and_takes_the_same_bits(
     kind: str, size: int, tmp_path: Path
 ) -> None:
     launcher = f"-m torch.distributed.run --nproc-per-node={size} --standalone"
-    this = f"-m tests.swarm.test_rows {kind} {tmp_path / 'found'}"
-    with command(launcher, this, directory=tmp_path) as started:
+    ranks = f"{__file__} {kind} {tmp_path / 'found'}"
+    with command(launcher, ranks, directory=tmp_path) as started:
         started.done()
     found = torch.load(tmp_path / "found", weights_only=True)
     expected, model = alone()

@@ -182,9 +182,7 @@ class Attachment:
                 self._open(options, fragments)
 
     def _open(self, options: NodeOptions, fragments: Sequence[Fragment]) -> None:
-        # a checkpoint may be older than the first step
-        if not (options.saved and self._inner_state.has_state):
-            self._inner_state.source = options.network.inner_state
+        self._inner_state.set_source(options.network.inner_state, options.saved is not None)
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         options = replace(options, inner_state=self._snapshot)
         told, patience_s = self._program.on_event, self._program.patience_s

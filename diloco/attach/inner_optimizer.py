@@ -175,10 +175,10 @@ class InnerStateTransfer:
     ) -> None:
         self._optimizer, self._ranks, self._on_event = optimizer, ranks, on_event
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the optimizer has taken steps, or was restored."""
-        return any(part.state for part in parts_of(self._optimizer))
+    def set_source(self, setting: Literal["donor", "cold"], is_saved: bool) -> None:
+        """A saved peer has its own state, unless it was saved before the first step."""
+        if not (is_saved and any(part.state for part in parts_of(self._optimizer))):
+            self.source = setting
 
     def fetch(
         self, node: Node, runtime: Runtime, stopping: Callable[[], bool]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,15 +302,15 @@ def _numel(shapes: list[list[int]]) -> int:
 
 def flatten_schedules(schedulers: Schedulers) -> list[Any]:
     """Their states at step 0; None for one that is not known, or holds more than JSON can."""
-    return [None if fresh is None else _plain_json(fresh) for fresh in schedulers.fresh]
-
-
-def _plain_json(fresh: dict[str, Any]) -> Any:
-    tensors: Tensors = {}
-    with suppress(TypeError):
-        written = to_json(fresh, "", tensors)
-        return None if tensors else written
-    return None
+    found: list[Any] = []
+    for fresh in schedulers.fresh:
+        tensors: Tensors = {}
+        try:
+            written = None if fresh is None else to_json(fresh, "", tensors)
+        except TypeError:
+            written = None
+        found.append(None if tensors else written)
+    return found
 
 
 def restore_schedules(schedulers: Schedulers, saved: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Program:
-    """The program around one peer: whoever hears of its swarm, and may be ended by a signal.
+    """The program around one peer: it hears what happens in the swarm, and a signal may end it.
 
     Attributes:
         ends_loop: whether a signal ends the loop, and not only sets `interrupted`.
@@ -74,7 +74,7 @@ class Program:
         self._remedy, self._signals = remedy, signals
 
     def attached(self, sync: Any, save: Callable[[], None]) -> None:
-        """An `Attachment` is this program's; `save` is called where a signal ends it."""
+        """The program has attached a model; `save` is called where a signal ends it."""
         self._sync, self._save = sync, save
 
     @property

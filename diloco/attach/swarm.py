@@ -158,8 +158,7 @@ class Swarm:
     def in_trainer(
         self, lock: AbstractContextManager[object], active: ActivePeers | None, **own: Any
     ) -> None:
-        """The program is another library's trainer (see `Program.set_trainer`), and holds
-        `lock` until `close`."""
+        """Another library's trainer is the program; `lock` is held until `close`."""
         self._take_over()
         self._held.enter_context(lock)
         self._program.set_trainer(active, **own)

@@ -135,9 +135,6 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
             )
         return saved
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._membership.go_on()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._membership.go_on()
 

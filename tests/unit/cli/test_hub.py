@@ -136,7 +136,7 @@ def test_an_export_is_uploaded_with_a_card(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     go_online(monkeypatch, online.url, tmp_path / "cache", token="hf_secret")
-    commands.export.callback(run_dir, tmp_path / "out", "me/smoke", private=True)
+    commands.export.callback(run_dir, tmp_path / "out", "me/smoke", True, False)
     assert online.made["name"] == "smoke" and online.made["visibility"] == "private"
     written = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert online.uploaded == written
@@ -155,7 +155,7 @@ def test_nothing_is_uploaded_or_written_when_it_cannot_be(
     out = tmp_path / "out"
 
     def refusal(name: str = "me/smoke") -> str:
-        return error_text(DataError, commands.export.callback, run_dir, out, name, False)
+        return error_text(DataError, commands.export.callback, run_dir, out, name, False, False)
 
     nobody = refusal()
     assert nobody.startswith("--push-to-hub=me/smoke: nobody is logged in ")

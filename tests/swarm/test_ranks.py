@@ -138,7 +138,7 @@ def test_a_chunked_head_and_compiled_recomputed_layers_train_like_plain_ones(
     one, two = tmp_path / "one", tmp_path / "two"
     # a few rows of logits at a time, and no compiler for C++, which takes a minute
     changed = (
-        "import functools, diloco.model.cross_entropy as loss, diloco.train.gradients as found\n"
+        "import functools, diloco.model.cross_entropy as loss, diloco.model.forward as found\n"
         "loss.CPU_CHUNK_BYTES = 4 * 259 * 7\n"
         "plain = found.compile_layers_\n"
         "found.compile_layers_ = functools.partial(plain, backend='aot_eager')"

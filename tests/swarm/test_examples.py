@@ -41,6 +41,6 @@ def test_two_peers_of_an_example_have_different_data_and_end_with_the_same_model
         with command(str(file), starter.address(), directory=places[1]) as joiner:
             pair = [starter.done(), joiner.done()]
             one, other = (DATA.findall(peer.stdout + peer.stderr)[0] for peer in pair)
-    homes = (places[0], tmp_path)  # who joins by a command keeps its run at home
+    homes = (places[0], tmp_path / "home")  # who joins by a command keeps its run at home
     here, there = (anchors(peer.stdout, at) for peer, at in zip(pair, homes, strict=True))
     assert here == there and one != other

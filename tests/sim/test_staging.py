@@ -180,9 +180,9 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(
     monkeypatch.setattr(torch, "Stream", lambda device: made.pop())
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr("diloco.outer.local._training", {})
-    monkeypatch.setattr("diloco.outer.local._buffer", lambda pinned: torch.empty(CHUNK))
     staging = staging_of.__wrapped__(device)
     staging.empty = lambda numel, dtype: torch.empty(numel, dtype=dtype)
+    staging._pinned = lambda: torch.empty(CHUNK)
     parameters = {"w": torch.ones(3, requires_grad=True)}
     settings = Case(codec_up="fp32").settings()
     replica = Replica(Local(parameters, lambda _: staging), partition({"w": 3}, 1), settings)

@@ -227,7 +227,10 @@ def test_joiner(after: float, bulk_s: float) -> None:
     """It begins with what the others have, in step with them, and loses no token."""
     swarm = Scene(after=after)
     at, swarm.bulk_s = swarm.now, bulk_s
+    there = swarm.peers["a"].tip().key
     swarm.add("e")
+    swarm.until(at + 80.0, lambda: swarm.peers["e"].facts.ready)
+    assert swarm.peers["e"].tip().key >= there
     swarm.until(at + 80.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
     assert swarm.now < at + 20.0 + 8 * bulk_s
     swarm.goes_on(ROUND_S + 4 * bulk_s)

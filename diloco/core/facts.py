@@ -259,8 +259,9 @@ class Facts:
         return (self.trains_now and self.waits) or (self.identity.trains and self.lacks_peers())
 
     def began(self) -> bool:
-        """Whether anybody here has made an inner step."""
-        return self.steps > 0 or any(member.status.steps for member in self.members.all())
+        """Whether anybody who is here, and stays, has made an inner step."""
+        stay = (one.status for one in self.members.all() if not one.status.leaves)
+        return self.steps > 0 or any(status.steps for status in stay)
 
     def lacks_peers(self) -> bool:
         """Whether nobody has begun, and fewer are here than this peer is to begin with."""

@@ -114,6 +114,18 @@ def test_a_hello_is_answered_by_all_that_changed_since() -> None:
     assert any(isinstance(message, Status) and message.whole for message in said)
 
 
+def test_one_that_leaves_is_none_to_begin_with() -> None:
+    """A peer that goes on from its checkpoint may meet the other's last session: it waits for the
+    next one."""
+    _, author, other = begun()
+    other.facts.steps, other.facts.min_peers = 0, 3
+    status = author.core.status()
+    assert status.steps and not other.facts.lacks_peers()
+    leaving = altered(status, leaves=True)
+    other.core.receive(events.Heard(author.name, leaving), other.facts.now)
+    assert other.facts.lacks_peers()
+
+
 def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     swarm, _, other = begun()
     old = other.saved()._replace(processed=0)

@@ -252,7 +252,10 @@ class World(Promises):
         self.until(self.now + (35.0 if not self.lasting else 170.0))
         before = self.works()
         longest_s = {"barrier": 40.0, "overlap": 40.0, "staggered": 60.0}
-        self.until(self.now + longest_s.get(self.mode, 25.0))
+        # The only one that trains may be a slow one.
+        fastest_s = min((one.step_s for one in self.peers.values() if one.trains), default=0.0)
+        cycle_s = 1.5 * self.settings.sync_every * fastest_s
+        self.until(self.now + max(longest_s.get(self.mode, 25.0), cycle_s))
         pairs = list(zip(before, self.works(), strict=True))
         holds(all(x < y for one in pairs for x, y in zip(*one, strict=True)), "no progress:", pairs)
         sides = self.sides()

@@ -126,6 +126,20 @@ def test_one_that_leaves_is_none_to_begin_with() -> None:
     assert other.facts.lacks_peers()
 
 
+def test_a_version_is_dropped_when_another_peer_is_the_author_by_then() -> None:
+    """Two would make it, and what is in the one that loses would be merged again."""
+    for passed_over in (False, True):
+        swarm, author, _ = begun()
+        swarm.work_s, f = 1.0, author.facts.control
+        swarm.until(swarm.now + 60.0, lambda f=f: f.merge is not None)  # type: ignore[misc]
+        assert author.core and f.merge
+        if passed_over:
+            author.facts.shun(author.name, swarm.now + 99.0)
+        made = events.Merged(0, f.merge.base, object(), DIGEST)
+        author.core.receive(made, swarm.now)
+        assert (f.moving is None) == passed_over
+
+
 def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     swarm, _, other = begun()
     old = other.saved()._replace(processed=0)

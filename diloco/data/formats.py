@@ -24,6 +24,7 @@ import lzma
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
@@ -58,9 +59,7 @@ def read_rows(
     handle: BinaryIO, path: str, format: str, field: str, start: int = 0
 ) -> Iterator[bytes]:
     """The texts of the rows of one file, from row `start` on; `path` is its name in errors."""
-    head = handle.read(16)
-    handle.seek(0)
-    if format == "parquet" and not _CONTENT.match(head):
+    if _is_plain_parquet(handle, format):
         yield from _parquet(handle, path, field, start)
         return
     rows = (_READERS[format](content, path, field) for content in _contents(handle, path, format))
@@ -68,22 +67,21 @@ def read_rows(
 
 
 def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON or Parquet with all their columns; errors as of `texts`."""
-    head = handle.read(16)
-    handle.seek(0)
-    if format == "parquet" and not _CONTENT.match(head):
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(handle).iter_batches(_ROWS_AT_ONCE):
-            yield from batch.to_pylist()
-        return
-    rows = chain.from_iterable(
-        _json_rows(content, numbers=True) for content in _contents(handle, path, format)
-    )
-    for number, row in enumerate(rows, 1):
+    """The rows of a file of JSON or Parquet with all their columns; errors as of `read_rows`."""
+    plain = _is_plain_parquet(handle, format)
+    contents = [handle] if plain else _contents(handle, path, format)
+    read = _parquet_records if format == "parquet" else partial(_json_rows, numbers=True)
+    for number, row in enumerate(chain.from_iterable(map(read, contents)), 1):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is no object")
         yield row
+
+
+def _is_plain_parquet(handle: BinaryIO, format: str) -> bool:
+    """Whether it is read from its end, as Parquet is that nothing is around."""
+    head = handle.read(16)
+    handle.seek(0)
+    return format == "parquet" and not _CONTENT.match(head)
 
 
 def num_rows(handle: Any) -> int:
@@ -174,7 +172,7 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
         raise NoFieldError(path, field, fields)
 
 
-def _json_rows(content: io.BufferedReader, numbers: bool = False) -> Iterator[object]:
+def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
     """The rows of JSON lines, or else of the one list or object over several lines."""
     # Numbers that nobody looks at may have more digits than Python converts.
     parse_int = None if numbers else lambda digits: 0
@@ -229,11 +227,20 @@ def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]
     yield from _columns(batches, reader.schema, path, field)
 
 
-def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
+def _parquet_file(handle: Any) -> Any:
     from pyarrow import parquet
 
     # else a whole group is in memory
-    file = parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)
+    return parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)
+
+
+def _parquet_records(handle: Any) -> Iterator[object]:
+    for batch in _parquet_file(handle).iter_batches(_ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
+    file = _parquet_file(handle)
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
         start -= rows

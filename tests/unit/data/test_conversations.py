@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_conversations_of_a_file_are_packed_and_some_are_held_out(tmp_path: Path
     parquet.write_table(numpy_rows, tmp_path / "chats.parquet")
     same = config("parquet", tmp_path / "chats.parquet", format="auto", holdout=0)
     assert opened(same).training.rows.shape == (1, 2, T)
+    with zipfile.ZipFile(tmp_path / "chats.zip", "w") as archive:
+        archive.write(tmp_path / "chats.parquet", "chats.parquet")
+    packed = config("parquet", tmp_path / "chats.zip", format="auto", holdout=0)
+    assert opened(packed).digest == opened(same).digest
 
 
 def test_a_mixture_of_conversations_and_text_has_rows_of_one_kind(tmp_path: Path) -> None:

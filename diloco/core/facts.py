@@ -113,6 +113,11 @@ class FragmentState:
         return self.base not in self.tip.bases
 
     @property
+    def moves_own(self) -> bool:
+        """Whether the anchor is moving to a version that this peer has made."""
+        return self.moving is not None and self.moving.own
+
+    @property
     def needs_head(self) -> bool:
         """Whether training has sent what it learned, and may not make another inner step."""
         return self.steps_left is not None and self.steps_left <= 0
@@ -324,7 +329,7 @@ class Facts:
 
     def making(self) -> bool:
         """Whether this peer is making a version, of which nobody has heard."""
-        return any(f.merge or (f.moving and f.moving.own) for f in self.fragments)
+        return any(f.merge or f.moves_own for f in self.fragments)
 
     def author_of(self, f: FragmentState) -> str:
         """Who makes the next version: whom the tip names, or if that peer is gone, the next one."""

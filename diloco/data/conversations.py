@@ -67,10 +67,7 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
         turns = got["conversations"]
         first = turns[0] if isinstance(turns, list) and isinstance(turns[0], Mapping) else {}
         keys = ("role", "content") if "role" in first else ("from", "value")
-        messages = _messages(turns, "conversations", *keys)
-        if system := got.get("system"):
-            messages = [{"role": "system", "content": str(system)}, *messages]
-        return Chat(messages, tools)
+        return Chat([*_system(got), *_messages(turns, "conversations", *keys)], tools)
     if "prompt" in got and "completion" in got:
         prompt, completion = got["prompt"], got["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -82,10 +79,8 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
         asked = str(got["instruction"])
         more = got.get("input", got.get("context"))
         asked = f"{asked}\n\n{more}" if more else asked
-        messages = [{"role": "user", "content": asked}, _answer(str(got[answer]))]
-        if system := got.get("system"):
-            messages.insert(0, {"role": "system", "content": str(system)})
-        return Chat(messages)
+        user = {"role": "user", "content": asked}
+        return Chat([*_system(got), user, {"role": "assistant", "content": str(got[answer])}])
     if isinstance(text := got.get(field), str):
         return text
     raise ValueError(
@@ -94,8 +89,9 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
     )
 
 
-def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    """The message of a column of its own, where there is one."""
+    return [{"role": "system", "content": str(row["system"])}] if "system" in row else []
 
 
 def _messages(turns: Any, column: str, role: str, content: str) -> list[Message]:

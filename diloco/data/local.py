@@ -45,7 +45,7 @@ class LocalDataset:
         self._seed = seed
         self.training: SequenceArray | Mixture
         if not settings.mixture:
-            source = _sequences(settings, None, tokenizer, on_progress)
+            source = _sequences(settings, None, tokenizer, on_progress, marks=False)
             self.training, held_out, self.description = source
             self.held_out, self._counts = [held_out], sequences_per_block([1.0])
             total = len(self.training)
@@ -60,12 +60,9 @@ class LocalDataset:
                 }
                 own = {"source": one.source, "field": one.field, "format": one.format, **place}
                 part = settings.model_copy(update=own)
-                sources.append(_sequences(part, one.name, tokenizer, on_progress))
+                marks = settings.has_conversations
+                sources.append(_sequences(part, one.name, tokenizer, on_progress, marks))
             rows, self.held_out, descriptions = map(list, zip(*sources, strict=True))
-            if any(one.format == "auto" for one in settings.mixture):
-                for of_source in rows:
-                    of_source.marked = True
-                self.held_out = list(map(marked, self.held_out))
             self.training = Mixture(names, rows, weights)
             self._counts, total = self.training.counts, sum(map(len, rows))
             shares = zip(self._counts, descriptions, strict=True)
@@ -110,10 +107,14 @@ class LocalDataset:
 
 
 def _sequences(
-    settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
+    settings: DataConfig,
+    name: str | None,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+    marks: bool,
 ) -> tuple[SequenceArray, NDArray[Any], str]:
     """Training and held-out sequences, (N, T) each, of a source, and a line about it; `name` is
-    that in a mixture."""
+    that in a mixture, `marks` whether the mixture has conversations."""
     length = settings.sequence_length
     tokens = _tokens(settings, name, tokenizer, on_progress)
     training, held_out = (
@@ -138,7 +139,8 @@ def _sequences(
         f"{where}: {tokens.documents:,} documents, {tokens.num_bytes / 1e6:.1f} MB,"
         f" {len(training):,} training and {len(held_out):,} held-out sequences of {length} tokens"
     )
-    return SequenceArray(training, tokens.digest[:16]), held_out, description
+    sequences = SequenceArray(training, tokens.digest[:16], marks)
+    return sequences, marked(held_out) if marks else held_out, description
 
 
 def _tokens(

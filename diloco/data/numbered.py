@@ -61,12 +61,12 @@ class Leases(Protocol):
 
 
 class SequenceArray:
-    """The endless list of an array of sequences, (N, T), which may be mapped into memory."""
+    """The endless list of an array of sequences, (N, T), which may be mapped into memory; with
+    `marks` each is read as `marked` makes it, for a mixture with conversations."""
 
-    def __init__(self, rows: NDArray[Any], digest: str) -> None:
-        self.rows = rows
+    def __init__(self, rows: NDArray[Any], digest: str, marks: bool = False) -> None:
+        self.rows, self._marks = rows, marks
         self.digest = f"{digest}-{len(rows)}x{rows.shape[-1]}"
-        self.marked = False  # whether plain rows get the marks of conversations, for a mixture
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -78,7 +78,7 @@ class SequenceArray:
             here = epochs == epoch
             chosen[here] = permuted(positions[here], len(self.rows), f"{order}/{epoch}")
         found: NDArray[Any] = np.asarray(self.rows[chosen])
-        return marked(found) if self.marked else found
+        return marked(found) if self._marks else found
 
 
 def marked(rows: NDArray[Any]) -> NDArray[Any]:

@@ -103,9 +103,8 @@ class Anchors:
             self._note_merged(action, made)
             left_out = frozenset(made.left_out)
             self._context.do(events.Merged(fragment, action.base, made.update, digest, left_out))
-            moving = self._core.facts.fragments[fragment].moving
             # the core dropped it, and the next version must not hold it, too
-            if not (moving and moving.own):
+            if not self._core.facts.fragments[fragment].moves_own:
                 await self._restart(fragment)
 
     def _note_merged(self, action: events.Merge, made: merging.MergeResult) -> None:
@@ -221,9 +220,8 @@ class Anchors:
             state = replica.states.get(fragment)  # with copies it may be released meanwhile
             vectors = [replica.anchors[fragment]]
             if aggregate and state:
-                moving = core.fragments[fragment].moving
                 # A version that is made and not applied is in the master already.
-                ahead = bool(moving and moving.own)
+                ahead = core.fragments[fragment].moves_own
                 vectors += [vectors[0] if ahead else aggregate.master, *state.vectors]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)

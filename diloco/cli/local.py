@@ -233,7 +233,8 @@ class LocalPeer:
     def last_words(self) -> str | None:
         """The signal that killed it, or the one-line error that it ended with."""
         if (code := self.process.returncode) < 0:
-            return signal.Signals(-code).name
+            name, has_said = signal.Signals(-code).name, self.log.stat().st_size > self.log_start
+            return f"{name}, see {self.log}" if has_said else name
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         begin = "diloco: error: "
         errors = [line.removeprefix(begin) for line in lines if line.startswith(begin)]

@@ -25,7 +25,7 @@ from diloco.cli import Command, Options, configured
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.config import OuterConfig
+    from diloco.config import Config, OuterConfig
 
 GIB = 2**30
 TRIPS = 11  # one-way trips of an exchange in the simulator: offer, payload, tip, record, answers
@@ -61,11 +61,11 @@ def plan(
     printed, too.
     """
     config = options.compose()
-    from diloco.train.machine import memory_rows, parameters_of, sequence_bytes, step_seconds
+    from diloco.train.machine import memory_rows, parameters_of, sequence_bytes
 
     link = NetworkLink(parse_bandwidth(bandwidth), latency_ms / 1000)
     numel, is_measured = parameters_of(config.model), step_s is None
-    step_s = step_seconds(config) if step_s is None else step_s
+    step_s = _measured_step(config) if step_s is None else step_s
     exchange = ExchangeSize.of(config.outer, numel, config.local.peers)
     needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
     report: dict[str, Any] = {
@@ -91,6 +91,19 @@ def plan(
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     click.echo("\n".join([*lines, "", *_memory(report)]))
     return 0
+
+
+def _measured_step(config: Config) -> float:
+    """Seconds of an inner step here; `ConfigError` where the model does not fit."""
+    from diloco.cli.volunteer import fit_to_machine
+    from diloco.train.machine import inspect_machine, step_seconds
+
+    machine = inspect_machine(config.train.device, config.train.threads)
+    try:
+        _, micro_batch = fit_to_machine(config, machine)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or give --step-s, and no step is measured here") from None
+    return step_seconds(config, micro_batch)
 
 
 def _sizes(

@@ -92,7 +92,12 @@ class Head(Signed, frozen=True):
 
     @cached_property
     def id(self) -> str:
-        """Begins with the contributors, so a tie of two sides falls alike in all fragments."""
+        """Begins with the contributors, so a tie of two sides falls alike in all fragments.
+
+        Without a head before and without work it is the least of all: no anchor is here yet.
+        """
+        if not (self.prev or self.work):
+            return "0" * 64
         contributors = [line.peer for line, _ in self.lines]
         return digest("tie", contributors)[:TIE_DIGITS] + digest("head", self)[TIE_DIGITS:]
 

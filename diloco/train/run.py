@@ -3,6 +3,7 @@ swarm, loop, end."""
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import sys
 import threading
@@ -64,6 +65,8 @@ def run(config: Config, listen: Listener) -> Summary:
     Raises `DilocoError`, one line for the user, if anything else ends the run early; the last
     checkpoint is good then.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # where each thread was, if a library aborts this process
     ranks = RankGroup.from_environment(config.train.device, config.train.parallel)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)

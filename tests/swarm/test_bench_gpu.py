@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.peers import command
 from tests.support.places import SCRIPTS
 
 
-@pytest.mark.slow
 def test_it_measures_a_row_on_the_cpu(tmp_path: Path) -> None:
     arguments = "--cpu --quick --modes streaming --devices 1 3"
     with command(str(SCRIPTS / "bench_gpu"), arguments, directory=tmp_path) as started:

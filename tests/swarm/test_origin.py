@@ -14,7 +14,6 @@ from tests.support.origins import BIAS, lines
 from tests.support.peers import command, summary_of
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_home")
 def test_a_run_from_a_directory_is_joined_where_there_is_none(saved: Path, tmp_path: Path) -> None:
     model, text = shutil.copytree(saved, tmp_path / "model"), lines(tmp_path)

@@ -19,11 +19,12 @@ from diloco.errors import DilocoError
     ("ends", "code", "said"),
     [
         ("import os; os.kill(os.getpid(), 9)", 3, " was killed (SIGKILL) before training began"),
+        ("import os; os.write(2, b'why'); os.abort()", 3, " was killed (SIGABRT, see "),
         ("import sys; sys.exit('diloco: error: data.path: wrong')", 1, ": data.path: wrong (log: "),
         ("import no_module", 1, ": ModuleNotFoundError: No module named 'no_module' (log: "),
         ('print(\'{"t": "ready"}\', flush=True); raise SystemExit(4)', 4, ": None (log: "),
     ],
-    ids=["killed", "refused", "broken", "ready"],
+    ids=["killed", "aborted", "refused", "broken", "ready"],
 )
 def test_a_peer_that_ends_before_any_trains_is_named_at_once(
     ends: str, code: int, said: str, last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from diloco.cli.plan import (
 )
 from diloco.config import OuterConfig, compose
 from diloco.errors import ConfigError
-from diloco.train.machine import parameters_of, step_seconds
+from diloco.train.machine import Machine, parameters_of, step_seconds
 from tests.support.command_line import Typed
 
 FOUR = ExchangeSize(bytes_up=1000, bytes_down=1000, peers=4, sync_every=9, fragments=4)
@@ -135,6 +136,16 @@ def test_parameters_are_counted_without_weights_and_a_step_is_timed() -> None:
         assert parameters_of(settings) == models.num_parameters(models.build(settings, 0))
     with pytest.raises(ConfigError, match=r"^model\.config"):
         parameters_of(compose(["experiment=smoke", "model.config.hidden_act=nothing"]).model)
+
+
+def test_a_step_of_a_model_that_does_not_fit_is_not_measured(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Machine(torch.device("cpu"), "CPU", 2, 1e8, 1e8, "fp32")
+    monkeypatch.setattr("diloco.train.machine.machine_at", lambda *_: small)
+    text = typed.refused("plan", "experiment=smoke")
+    assert "this machine is too small for the run's model of 37.0k parameters" in text
+    assert text.endswith("; or give --step-s, and no step is measured here\n")
 
 
 def test_the_command_prints_the_arithmetic(typed: Typed) -> None:

@@ -14,10 +14,11 @@ from msgspec.structs import replace as replace_field
 
 from diloco.core import events
 from diloco.core.facts import score
+from diloco.core.history import blank
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.control import Status
 from diloco.messages.heads import Head
-from tests.support.fake_tensors import hexed
+from tests.support.fake_tensors import PARTS, Saved, hexed
 from tests.support.swarm_without_tensors import Peer, Swarm
 
 BARRIER = ProtocolSettings(sync_every=10)
@@ -234,6 +235,17 @@ def test_joiner(after: float, bulk_s: float) -> None:
     swarm.until(at + 80.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
     assert swarm.now < at + 20.0 + 8 * bulk_s
     swarm.goes_on(ROUND_S + 4 * bulk_s)
+
+
+def test_who_lacks_what_the_run_starts_from_gets_it_from_the_other() -> None:
+    swarm = Swarm(replace(BARRIER, fragments=8, min_peers=2))
+    starter = swarm.add("a")
+    lacks = Saved(tuple(map(blank, range(8))), ((0,) * PARTS,) * 8, 0, 0)
+    guest = swarm.add("b", lacks)
+    swarm.until(40.0, lambda: len(swarm.made) >= 8)
+    assert len(swarm.made) >= 8, "both train"
+    swarm.until(swarm.now + 20.0, lambda: starter.anchors.now == guest.anchors.now)
+    assert starter.anchors.now == guest.anchors.now
 
 
 def test_all_restart() -> None:

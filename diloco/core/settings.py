@@ -39,7 +39,7 @@ class ProtocolSettings:
     stuck_s: float = 60.0  # an author that has one for so long, and 4 rounds, is passed over
     deadline_s: float = 8.0  # of an answer, and by its size at `min_bytes_per_s`
     min_bytes_per_s: float = 2.0**16
-    tick_s: float = 0.01  # statuses that come within that time are acted upon together
+    tick_s: float = 0.05  # statuses that come within that time are acted upon together
     fanout: int = 3  # peers to which a record is given, in the time this takes or `refresh_s`
     uplink_bytes_per_s: float = 2.5e7
     records: int = 8  # kept of a fragment

@@ -250,8 +250,10 @@ def adopt(core: Facts, f: FragmentState, tip: Tip, record: Record | None) -> Non
 
 def load(core: Facts, f: FragmentState) -> None:
     """Have training go on from the new anchor, but throw no inner step under way away for it."""
+    if f.loading or not (core.identity.trains and f.needs_load()):
+        return
     in_step = f.steps_left is None and not (f.stale or core.waits or core.pauses)
-    if f.needs_load() and not (in_step or f.loading) and core.identity.trains:
+    if not in_step:
         f.loading = True
         core.out.append(events.Load(f.index))
 

@@ -59,6 +59,8 @@ class Peer:
 class Swarm(Links):
     """Peers, whose work on tensors takes `work_s`."""
 
+    uplink_bytes_per_s = 1e-9  # so that records go to few at a time
+
     def __init__(
         self,
         settings: ProtocolSettings,
@@ -86,8 +88,7 @@ class Swarm(Links):
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         """Start its next life."""
-        # so that records go to few at a time
-        settings = replace(peer.settings, uplink_bytes_per_s=1e-9)
+        settings = replace(peer.settings, uplink_bytes_per_s=self.uplink_bytes_per_s)
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)

@@ -57,7 +57,7 @@ _EXTRAS = {
     "DilocoLightningCallback": ("lightning", "lightning"),
 }
 _GONE = {
-    "AccelerateSwarm": "diloco.AccelerateSwarm is diloco.Swarm now (diloco/integrations/README.md)",
+    "AccelerateSwarm": "diloco.AccelerateSwarm is diloco.Swarm now (diloco/docs/loops.md)",
     "Island": "diloco.Island is diloco.RankGroup now",
 }
 

@@ -3,7 +3,7 @@ DIRECTORY PHASE...`.
 
 Both work in directories of their own below DIRECTORY. Peer `a` starts each swarm and leaves its
 address for `b`. The ranks of torchrun, all called `ranks`, are one peer alone. A phase runs a code
-block of the README of the integrations, or code of this file; each prints lines of JSON.
+block of diloco/docs/loops.md, or code of this file; each prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from diloco.atomic import replace_file  # noqa: E402
 
-README = (ROOT / "diloco" / "integrations" / "README.md").read_text()
+README = (ROOT / "diloco" / "docs" / "loops.md").read_text()
 Names = dict[str, Any]
 
 

@@ -1,5 +1,5 @@
-"""Peers in the loops of other libraries, with the real libraries: the code of their README, and
-what it promises."""
+"""Peers in the loops of other libraries, with the real libraries: the code of
+diloco/docs/loops.md, and what it promises."""
 
 from __future__ import annotations
 

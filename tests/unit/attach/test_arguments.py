@@ -30,14 +30,6 @@ def with_node(node: LastFlight | None = None, **settings: Any) -> Swarm:
     return made(**{"identity": "a", "runtime": Direct(node or LastFlight()), **settings})
 
 
-def test_one_address_several_and_none_are_a_list() -> None:
-    for none in (None, "", [], [""], ()):
-        assert made(address=none).network.initial_peers == ()
-    for some in (ADDRESS, [ADDRESS, "", ADDRESS]):
-        assert made(address=some).network.initial_peers == (ADDRESS,)
-    assert made(listen="/ip4/0.0.0.0/tcp/4100").network.listen == ("/ip4/0.0.0.0/tcp/4100",)
-
-
 def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
     file = tmp_path / "keys" / "me.key"
     seed = made(identity=str(file)).seed

@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +14,18 @@ from torch import nn
 
 from diloco.attach import inner_optimizer as inner
 from diloco.attach.inner_optimizer import (
-    InnerStateTransfer,
     bound_moments_,
     inner_optimizer,
     layout_of,
     load_moments_,
     snapshot,
 )
-from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Attachment
 from diloco.config import compose
 from diloco.sim.run import Simulated
 from diloco.swarm.rpc import inner_state as donors
 from diloco.swarm.rpc.inner_state import InnerState
+from tests.support.extensions import LION
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests
 from tests.support.simulated import simulated as simulated_with
@@ -55,6 +52,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
     "adamw": lambda m: inner_optimizer(m, compose(["inner.lr=0.05"]).inner),
     "muon": lambda m: inner_optimizer(m, compose(["inner.lr=0.05", "inner.optimizer=muon"]).inner),
+    "lion": lambda m: inner_optimizer(m, compose(["inner.lr=0.05", "inner.optimizer=lion"]).inner),
     "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=0.05, amsgrad=True),
     "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, fused=True),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
@@ -68,8 +66,9 @@ def taken(optimizer: torch.optim.Optimizer) -> InnerState:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_state_that_was_taken_over_steps_as_the_donor_s(name: str) -> None:
-    """To the bit."""
+def test_a_state_that_was_taken_over_steps_as_the_donor_s(name: str, registers: None) -> None:
+    """To the bit; also that of an optimizer of a user's."""
+    exec(LION, {})
     donor, joiner = net(), net()
     there, here = MAKERS[name](donor), MAKERS[name](joiner)
     assert snapshot(there) is None, "before the first step"
@@ -195,14 +194,3 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     tokens = outcome.summary.tokens
     assert tokens.processed == tokens.applied + tokens.discarded
     assert outcome.virtual_s > without.virtual_s
-
-
-def test_who_resumes_or_comes_at_the_start_asks_nobody() -> None:
-    for source, asked in (("own", []), ("donor", ["wait_until_ready"])):
-        called: list[str] = []  # it does not join late
-        node: Any = SimpleNamespace(wait_until_ready=lambda: "wait_until_ready")
-        ranks, optimizer = RankGroup(torch.device("cpu")), MAKERS["adamw"](net())
-        start = InnerStateTransfer(optimizer, ranks, lambda kind, fields: None)
-        start.source = source  # type: ignore[assignment]
-        runtime: Any = SimpleNamespace(call=called.append)
-        assert start.fetch(node, runtime, lambda: False) == (None, False) and called == asked

@@ -120,14 +120,6 @@ def test_no_error_shows_a_part_of_a_token_wherever_it_was_put(place: str, cut: s
     assert not any(shared(text, SECRET) for text in said), said
 
 
-@given(st.text(max_size=200))
-def test_whatever_is_typed_parses_or_is_refused_in_one_line(text: str) -> None:
-    try:
-        Address.parse(text)
-    except ConfigError as error:
-        assert "\n" not in str(error) and len(str(error)) < 600
-
-
 def test_the_host_of_an_address_and_from_where_it_is_reached() -> None:
     for where, addresses in (
         ("loopback", "/ip4/127.0.0.1/tcp/1 /ip6/::1/tcp/1 /dns/localhost/tcp/1"),

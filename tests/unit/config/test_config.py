@@ -10,19 +10,15 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from diloco.admission import RunKey, issue
-from diloco.config import Config, Manifest, OuterConfig, choices, compose, help_text
+from diloco.config import Config, Manifest, choices, compose, help_text
 from diloco.config.explain import description, setting_fields
-from diloco.config.files import fragments_for
 from diloco.config.manifest import hash_of, planned, raised
-from diloco.config.types import PeerLocal, RunOwned
 from diloco.errors import ConfigError
 from tests.support.errors import error_text
 
@@ -93,8 +89,6 @@ def test_the_size_of_a_model_says_the_number_of_fragments() -> None:
         assert compose([f"outer={preset}", "model=150m"]).outer.fragments == fragments
     assert compose(["model=150m", "outer.fragments=3"]).outer.fragments == 3
     assert compose(["model=pretrained", "model.path=unknown/"]).outer.fragments == 1
-    sizes = dict.fromkeys(["hidden_size", "intermediate_size", "num_hidden_layers"], 8)
-    assert fragments_for({"vocab_size": "many", **sizes}) == 1
 
 
 TYPED: dict[str, dict[str, object]] = {
@@ -119,28 +113,13 @@ def test_what_is_typed_is_what_is_set(overrides: str) -> None:
 
 def test_yaml_read_back_is_the_same_configuration(tmp_path: Path) -> None:
     """Over which settings and groups are replaced."""
-    file, text = tmp_path / "config.yaml", ["data=text", "data.path=notes/"]
-    lines = (
-        [],
-        ["experiment=quickstart"],
-        ["data=hub", "model=14m"],
-        ["outer.momentum=0.5", *text],
-    )
+    file = tmp_path / "config.yaml"
+    lines = [[], ["data=hub", "model=14m"], ["outer.momentum=0.5", "data=text", "data.path=x"]]
     for overrides in lines:
         file.write_text(compose(overrides).to_yaml())
         assert compose(base=file) == compose(overrides)
     both = compose(["outer.momentum=0.5", "outer.lr=0.3"])
     assert compose(["data=stdlib", "outer.lr=0.3"], base=file) == both
-
-
-def test_one_composition_leaves_no_trace_in_the_next(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(DEFAULT.to_yaml())
-    changes = ["model=tiny", "model.config.hidden_size=64", "inner.betas=[0.5,0.5]", "run.dir=x"]
-    for base in (None, tmp_path / "config.yaml"):
-        compose(changes, base=base)
-        assert compose(["model=tiny"], base=base) == DEFAULT
-    with pytest.raises(ValidationError):
-        DEFAULT.outer.lr = 1.0  # type: ignore[misc]
 
 
 # --- the schema -----------------------------------------------------------------------------------
@@ -149,17 +128,6 @@ def test_every_setting_has_a_description_and_is_in_the_help() -> None:
     for key, _ in setting_fields(Config):
         assert f"  {key}=" in text
         assert (meaning := description(Config, key)) and meaning in text, key
-
-
-def test_every_setting_is_of_the_run_or_of_the_peer() -> None:
-    """By its type."""
-    manifest = dict(setting_fields(Manifest))
-    for group, field in Config.model_fields.items():
-        kind: Any = field.annotation
-        for name in kind.model_fields:
-            owners = [one for one in kind.__mro__ if name in getattr(one, "model_fields", {})]
-            assert issubclass(owners[-1], RunOwned) == (f"{group}.{name}" in manifest)
-            assert issubclass(owners[-1], PeerLocal) != issubclass(owners[-1], RunOwned)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -264,14 +232,6 @@ def test_a_setting_in_doubt_is_named_once() -> None:
     )
 
 
-def test_a_group_can_be_built_from_typed_values_alone() -> None:
-    typed = {"method": "diloco", "sync_every": 5}
-    assert OuterConfig.parse({**typed, "lr": 1}).lr == 1.0
-    for setting, wrong in (("lr", "=-1 is out of range; "), ("momentun", " is not a setting; ")):
-        with pytest.raises(ConfigError, match=f"^{setting}{wrong}"):
-            OuterConfig.parse({**typed, setting: -1})
-
-
 def test_saved_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
 
@@ -334,8 +294,7 @@ def test_what_a_peer_sets_for_itself_does_not_reach_the_manifest() -> None:
     assert compose(own.split()).manifest() == DEFAULT.manifest()
     assert compose(["model.config.hidden_size=64"]).manifest().hash() != DEFAULT.manifest().hash()
     kinds = ("data.path=mine/", "data.path=[theirs/,more/]", "data.path=mine/ data.cache=tokens/")
-    texts = {compose(["data=text", *kind.split()]).manifest().to_json() for kind in kinds}
-    assert len(texts) == 1
+    assert len({compose(["data=text", *kind.split()]).manifest().hash() for kind in kinds}) == 1
 
 
 SAYING_KEY = {
@@ -355,8 +314,6 @@ def test_an_invitation_and_the_private_key_say_the_run_key(override: str) -> Non
 
 def test_a_token_is_used_and_never_written_down() -> None:
     token, file = TOKEN.to_text(), f"@{SECRETS.name}/token"
-    said = message(f"swarm.token={token[:-1]}")
-    assert "the token of the invitation cannot be read" in said
     config = compose([f"swarm.token={token}"])
     assert config.swarm.token == token == config.adopt(config.manifest()).swarm.token
     written = (config.to_yaml(), repr(config), str(config), str(config.model_dump(mode="json")))
@@ -387,12 +344,6 @@ def test_a_joiner_adopts_the_run_and_keeps_its_own_half() -> None:
 
 
 # --- a manifest from somebody else ----------------------------------------------------------------
-def refused(text: str) -> str:
-    shown = error_text(ConfigError, Manifest.from_json, text)
-    assert len(shown) < 700
-    return shown
-
-
 def edited(key: str, *value: object) -> str:
     """The hand-written manifest with this value of a key, or without the key."""
     content = json.loads(HAND_WRITTEN)
@@ -423,49 +374,30 @@ NOT_OURS = "this diloco speaks 12; install the same version on all peers"
     ids=lambda text: text[:40],
 )
 def test_an_invalid_manifest_is_refused_with_the_reason(text: str, expected: str) -> None:
-    assert refused(text).startswith(f"manifest{expected}")
+    shown = error_text(ConfigError, Manifest.from_json, text)
+    assert shown.startswith(f"manifest{expected}") and len(shown) < 700
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 MAPPINGS = partial(st.dictionaries, st.text(max_size=8), max_size=3)
 JSON = st.recursive(LEAVES, lambda one: st.lists(one, max_size=3) | MAPPINGS(one), max_leaves=6)
 SETTINGS = [key for key, _ in setting_fields(Manifest)]
-PARTS = st.sampled_from(["run", "outer", "lr", "config", "model", "x\n", "é", ""])
-
-
-def accepted(text: str) -> bool:
-    """Whether a manifest is taken, and whole; if not, the reason can be shown."""
-    try:
-        manifest = Manifest.from_json(text)
-    except ConfigError as error:
-        assert str(error).isprintable()
-        return False
-    assert Manifest.from_json(manifest.to_json()).hash() == manifest.hash()
-    return True
 
 
 @given(st.sampled_from(SETTINGS), JSON)
 @settings(max_examples=300)
 def test_any_value_anywhere_is_taken_whole_or_refused(key: str, value: object) -> None:
-    accepted(edited(key, value))
+    try:
+        manifest = Manifest.from_json(edited(key, value))
+    except ConfigError as error:
+        assert str(error).isprintable()
+    else:
+        assert Manifest.from_json(manifest.to_json()).hash() == manifest.hash()
 
 
-@given(st.lists(PARTS, max_size=3), JSON)
-def test_any_key_anywhere_is_taken_whole_or_refused(path: list[str], value: object) -> None:
-    content = node = json.loads(HAND_WRITTEN)
-    for part in path:
-        child = node.setdefault(part, {})
-        if not isinstance(child, dict):
-            break
-        node = child
-    node["new"] = value
-    if accepted(json.dumps(content)):
-        assert path[:2] == ["model", "config"], "the one place that takes any key"
-
-
-@pytest.mark.parametrize("data", ["data=stdlib", "data=text data.path=notes", "data=hub"])
+@pytest.mark.parametrize("data", ["data=stdlib", "data=hub"])
 def test_a_model_of_somebody_else_brings_its_tokenizer(data: str) -> None:
-    commit, pretrained = "a1" * 20, ["model=pretrained", *data.split()]
+    commit, pretrained = "a1" * 20, ["model=pretrained", data]
     for typed, place in (
         ("model.path=saved/", ("saved/", None)),
         (f"model.path=org/model@{commit}", ("org/model", commit)),
@@ -474,4 +406,4 @@ def test_a_model_of_somebody_else_brings_its_tokenizer(data: str) -> None:
     ):
         assert compose([*pretrained, *typed.split()]).data.tokenizer_place == place
     shipped = "TinyLlama/TinyLlama_v1.1" if data == "data=hub" else "bytes"
-    assert compose(data.split()).data.tokenizer == shipped
+    assert compose([data]).data.tokenizer == shipped

@@ -91,15 +91,6 @@ def test_nothing_that_was_written_is_interpolated(tmp_path: Path) -> None:
         compose([], base=file)
 
 
-@pytest.mark.parametrize("depth", [100, 900, 9000])
-def test_a_manifest_of_any_depth_is_taken_or_refused(depth: int) -> None:
-    deep = '"x": ' + '{"a":' * depth + "1" + "}" * depth
-    try:
-        parse_manifest(json.dumps(json.loads(manifest())).replace('"vocab_size": 256', deep))
-    except ConfigError as error:
-        assert "\n" not in str(error)
-
-
 def test_who_starts_a_run_that_nobody_can_join_is_told() -> None:
     def told(*overrides: str) -> bool:
         return any("nobody can join this run" in line for line in compose(overrides).warnings())

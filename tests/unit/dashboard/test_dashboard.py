@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.cli.status import dashboard
-from diloco.config.address import reachability
 from diloco.dashboard.server import HEADERS, PAGE, Dashboard, exposition
 from diloco.errors import ConfigError
 from diloco.messages.snapshot import Snapshot
@@ -126,9 +125,3 @@ def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) ->
         pytest.skip("root may listen on every port")
     with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
         dashboard.callback(ADDRESS, host, port)
-
-
-def test_only_loopback_counts_as_unseen() -> None:
-    hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "box")
-    unseen = [host for host in hosts if reachability(f"/ip/{host}") == "loopback"]
-    assert unseen == ["127.0.0.1", "::1", "localhost"]

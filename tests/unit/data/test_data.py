@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 from collections import Counter
 from itertools import count
@@ -123,32 +122,6 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
         end = rest.rfind(b"\n") + 1 if start + 4096 <= len(plain) else len(rest)
         before, rest = [*before, rest[:end]], rest[end:]
     assert as_row or cut(plain) == [piece for piece in before if piece]
-
-
-@given(
-    texts=st.lists(st.integers(0, 30).map(lambda n: f"{n} " * n), min_size=1, max_size=6),
-    length=st.integers(2, 60),
-    holdout=st.sampled_from([0.0, 0.02, 0.9]),
-)
-@settings(max_examples=60)
-def test_what_is_said_when_nothing_can_be_held_out_helps(
-    texts: list[str], length: int, holdout: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """One document, equal ones, few, or short ones: what is typed as it is said works."""
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    place = written(tmp_path_factory.mktemp("few"), {"rows.jsonl": rows})
-    asked: dict[str, Any] = {"sequence_length": length, "holdout": holdout}
-    try:
-        data.load(config("json", place, **asked), seed=0)
-        return
-    except DataError as error:
-        if "has no text" in str(error):
-            return
-        told = re.findall(r"data\.(\w+)=([0-9.e-]+)", str(error))
-    typed = {key: json.loads(value) for key, value in told}
-    opened = data.load(config("json", place, **(asked | typed)), seed=0)
-    assert len(opened.training) and opened.batches(2)  # type: ignore[arg-type]
-    assert len(opened.holdout(3)) == min(3, len(opened.held_out[0])), "none with data.holdout=0"  # type: ignore[union-attr]
 
 
 @given(

@@ -267,13 +267,6 @@ def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str)
     assert message in error_text(DataError, load)
 
 
-def test_an_object_may_be_over_several_lines() -> None:
-    long = f'{{"id": {"9" * 5000}, "body": "text"}}'  # a number that Python does not convert
-    several = '{"id": {\n}, "body":\n"text"}', '\n\n{"id":\n7,\n "body": "text"\n}\n'
-    for content in (long, '{\n"body": "text"}', *several):
-        assert read(content.encode(), "json") == [b"text"]
-
-
 def test_a_file_may_be_larger_than_memory() -> None:
     """It is read as it is needed: the first texts come before the rest is there."""
 

@@ -165,14 +165,6 @@ def test_all_ranks_have_the_batch_of_one_process(sizes: list[int], shards: int) 
             assert all(rank.state() == whole.state() for rank in ranks)
 
 
-def test_a_rank_reads_its_own_sequences_only() -> None:
-    array = numbered(64)
-    watched: Any = Mock(digest=array.digest, read=Mock(side_effect=array.read))
-    next(NumberedStream(watched, 8, 0, 0, 1, (1, 4)))
-    [(numbers, _)] = [one.args for one in watched.read.call_args_list]
-    assert numbers.tolist() == [1, 5]
-
-
 def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(NumberedStream(numbered(500), size, 0, 7, 1, leases=data_), depth=3)
 

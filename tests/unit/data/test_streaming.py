@@ -9,7 +9,6 @@ import json
 import lzma
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import Table, parquet
@@ -27,7 +25,6 @@ from diloco.data import hub_files as files
 from diloco.data import streaming
 from diloco.data.hub_files import Reader, find_files
 from diloco.data.packing import is_held_out
-from diloco.data.prefetch import Prefetched
 from diloco.errors import CheckpointError, DataError
 from tests.support.data import ROWS, T, config, hub_directory, rows_of, written
 from tests.support.errors import error_text
@@ -221,18 +218,6 @@ def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFi
     dealer.most = 0
     assert len({*before, *read_by(stream, 30)}) > len(before) + 10
     assert "the swarm leases no data to this peer" in caplog.text
-
-
-@given(most=st.integers(1, 40), refuses=st.integers(0, 5), portions=st.integers(1, 9))
-@settings(max_examples=10, deadline=None)
-def test_scarce_units_make_the_same_batches_ahead_of_their_turn(
-    large: Any, most: int, refuses: int, portions: int
-) -> None:
-    plain = large.batches(portions, leases=Dealer(most, refuses))
-    with closing(Prefetched(large.batches(portions, leases=Dealer(most, refuses)))) as ahead:
-        for _ in range(25):
-            assert torch.equal(next(ahead), next(plain))
-            assert {**ahead.state(), "lengths": []} == {**plain.state(), "lengths": []}
 
 
 class Flaky(io.FileIO):

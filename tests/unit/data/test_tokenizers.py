@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -116,16 +115,3 @@ def test_a_prompt_with_an_id_that_the_model_does_not_have_is_one_line(tmp_path: 
 )
 def test_absurd_ids_are_one_line(letters: dict[str, int], message: str, tmp_path: Path) -> None:
     assert message in error_text(DataError, HubTokenizer, tokenizer_of(tmp_path, letters, 0))
-
-
-@pytest.mark.parametrize("made", [[[3, -1]], [[3, 31]], [[3, None]], KeyError("x")])
-def test_ids_that_a_tokenizer_makes_beyond_its_own_are_one_line(made: Any, tmp_path: Path) -> None:
-    tokenizer = HubTokenizer(tokenizer_of(tmp_path, {"a": 3, "b": 30}, 0))
-
-    def makes(*args: Any, **options: Any) -> Any:
-        if isinstance(made, Exception):
-            raise made
-        return {"input_ids": made}
-
-    tokenizer._tokenizer = makes
-    assert f"data.tokenizer: {tmp_path} " in error_text(DataError, tokenizer.encode, [b"ab"])

@@ -188,11 +188,6 @@ def test_the_largest_messages_fit_their_frames() -> None:
         assert len(encode(message)) < MAX_FRAME_BYTES
 
 
-def test_a_broadcast_is_encoded_once() -> None:
-    assert encode(STATUS) is encode(STATUS)
-    assert encode(InfoRequest("manifest")) != encode(InfoRequest("snapshot"))
-
-
 def test_a_kind_that_a_newer_peer_may_know_is_told_from_nonsense() -> None:
     why = "messages of kind trumpet are not known here; install the same"
     with pytest.raises(UnknownKind, match=why):

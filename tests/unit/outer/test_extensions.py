@@ -12,24 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco import Codec, OuterOptimizer, register
-from diloco.attach.inner_optimizer import (
-    inner_optimizer,
-    layout_of,
-    load_moments_,
-    moment_numel,
-    snapshot,
-)
-from diloco.config import InnerConfig, compose
-from diloco.config.registry import INNER_OPTIMIZERS, REGISTRIES
+from diloco.config import compose
+from diloco.config.registry import REGISTRIES
 from diloco.errors import ConfigError
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterStep, Transition
 from diloco.outer.payloads import LIMIT, refuse_diverged
-from tests.support.extensions import LION, MISSING, OWN, installed
+from tests.support.extensions import OWN, installed
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 from tests.support.simulated import digests, simulated
 
@@ -138,24 +131,6 @@ def test_every_own_name_has_what_it_stands_for() -> None:
             compose([f"{key}=x"])
 
 
-@pytest.mark.parametrize("name", [*INNER_OPTIMIZERS, "lion"])
-def test_every_inner_optimizer_has_a_state_that_another_peer_can_take_over(name: str) -> None:
-    exec(LION, {})
-    settings = InnerConfig(optimizer=name, lr=1e-2, batch_size=1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    one, other = (inner_optimizer(model, settings) for _ in range(2))
-    for _ in range(2):
-        model(torch.ones(2, 3)).square().sum().backward()
-        one.step()
-    state = snapshot(one)
-    assert state is not None and state.values.any()
-    assert state.values.numel() == moment_numel(model, settings)
-    load_moments_(other, state)
-    taken = snapshot(other)
-    assert taken is not None and layout_of(other) == layout_of(one)
-    assert torch.equal(taken.values, state.values) and taken.steps == state.steps
-
-
 def test_a_step_that_is_not_linear_needs_a_transition_only() -> None:
     register(Sign)
     delta = gaussian(CHUNK + 5)
@@ -225,14 +200,6 @@ NAN = "Mine.encode takes NaN; call diloco.outer.payloads.refuse_diverged first"
 def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], text: str) -> None:
     with refused(text):
         register(type("Mine", (Thirds,), {"name": "mine", **changed}))
-
-
-def test_a_name_that_is_not_installed_is_said_with_the_remedy() -> None:
-    with refused(f"outer.optimizer=lion {MISSING}"):
-        compose(["outer.optimizer=lion"])
-    near = r"^outer\.optimizer=nestrov is not installed here \(did you mean nesterov\?"
-    with pytest.raises(ConfigError, match=near):
-        compose(["outer.optimizer=nestrov"])
 
 
 def test_an_entry_point_of_the_name_is_imported_and_no_other(

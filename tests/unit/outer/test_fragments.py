@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.errors import ConfigError, PayloadError
 from diloco.outer import digest as digests
@@ -141,18 +141,6 @@ def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
     assert all(piece.start == 0 and piece.stop == numels[piece.name] for piece in pieces)
 
 
-def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
-    """Not by the order of names."""
-    numels = dict.fromkeys(("h.10.w", "h.9.w", "h.8.w", "h.8.3.w"), 1)
-    found = names_of(partition(numels, 3, "strided"))
-    assert found == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
-    numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
-    assert names_of(partition(numels, 2, "strided")) == [
-        ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
-        ["encoder.layers.1.w", "decoder.layers.0.w", "decoder.layers.2.w"],
-    ]
-
-
 def test_an_impossible_number_of_fragments_is_refused() -> None:
     """With the largest possible."""
     for fragments in (0, 9):
@@ -171,22 +159,6 @@ def test_an_impossible_number_of_fragments_is_refused() -> None:
         partition(numels, 3, "strided")
     with pytest.raises(ConfigError, match=problem.format(1, 0, r"outer\.pattern=contiguous")):
         partition({"embed": 100}, 1, "strided")
-
-
-def test_scatter_changes_the_live_parameters_of_a_module() -> None:
-    layer = nn.Linear(3, 2)
-    layer(torch.ones(1, 3)).sum().backward()
-    storage = layer.weight.data_ptr()
-    parameters = dict(layer.named_parameters())
-    (fragment,) = partition({name: p.numel() for name, p in parameters.items()}, 1)
-    scatter_(parameters, fragment, 0, torch.arange(8.0))
-    assert layer.weight.tolist() == [[0, 1, 2], [3, 4, 5]] and layer.bias.tolist() == [6, 7]
-    assert (
-        layer.weight.data_ptr() == storage and layer.weight.is_leaf and layer.weight.requires_grad
-    )
-    out = torch.empty(8)
-    gather_(out, fragment, 0, parameters)
-    assert not out.requires_grad
 
 
 def digest(data: bytes) -> str:

@@ -191,16 +191,6 @@ def test_singular_values_take_the_power_and_the_norm_stays(
     torch.testing.assert_close(flat.view(shape), expected, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
-    zeros = torch.zeros(12)
-    flatten_(zeros, [Matrix(0, 3, 4)], 1.0)
-    assert not zeros.any()
-    one = torch.outer(gaussian(6, 1), gaussian(5, 1))
-    flat = one.flatten().clone()
-    flatten_(flat, [Matrix(0, 6, 5)], 0.5)
-    torch.testing.assert_close(flat.view(6, 5), one, rtol=1e-3, atol=1e-3)
-
-
 def test_only_whole_rows_of_hidden_matrices_are_flattened() -> None:
     shapes = {
         "model.embed_tokens.weight": (9, 4),

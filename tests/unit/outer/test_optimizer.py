@@ -11,32 +11,10 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.optimizer import (
     OUTER_OPTIMIZERS,
     YOUTH,
-    DelayedNesterov,
     Linear,
     OuterStep,
-    lr_at,
 )
-from tests.support.outer import EXACT, author, gaussian, make, named, outer, relative_error
-
-
-@pytest.mark.parametrize("delay", [1, 4, 16])
-def test_a_window_of_pushes_is_nesterov_on_their_mean(delay: int) -> None:
-    """Of independent ones (PAPERS.md section 8, claim 1); with c=0."""
-    start = gaussian(1000, 0).double()
-    state = (start, torch.zeros_like(start), torch.zeros_like(start))
-    push = DelayedNesterov(outer(optimizer="delayed_nesterov", quorum=1)).push
-    reference = torch.nn.Parameter(start.clone())
-    sgd = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
-    for window in range(6):
-        pushes = [gaussian(1000, 100 * window + push, 0.01).double() for push in range(delay)]
-        for index, g in enumerate(pushes):
-            state = push(*state, g, lr=0.7, beta=0.9, delay=delay, last=index == delay - 1)
-        reference.grad = torch.stack(pushes).mean(0)
-        sgd.step()
-        assert relative_error(reference.detach(), state[0]) < 1e-14
-        assert relative_error(sgd.state[reference]["momentum_buffer"], state[1]) < 1e-14
-        assert not state[2].any()
-
+from tests.support.outer import EXACT, author, gaussian, make, named, outer
 
 GROUPS = {
     # 4 does not divide 3: the second version completes a window and begins the next
@@ -81,9 +59,6 @@ def test_a_windows_length_changes_with_the_next_window_only() -> None:
     assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 
 
-PAPER = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-
-
 def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -> float:
     settings = outer(sync_every=10, optimizer=optimizer, **rates)
     return OUTER_OPTIMIZERS[optimizer](settings).rates(step)[1]
@@ -105,26 +80,9 @@ def test_by_default_the_momentum_rises_over_the_run() -> None:
     )
 
 
-def test_the_learning_rate_by_peers_is_the_papers() -> None:
-    """And linear in the logarithm between, constant beyond the ends and without a table."""
-    assert [lr_at(peers, 0.7, PAPER) for peers in (1, 2, 4, 8)] == pytest.approx(
-        [0.4, 0.6, 0.6, 0.8]
-    )
-    assert lr_at(3, 0.7, PAPER) == pytest.approx(0.6)
-    # 4 is half-way from 2 to 8 in doublings
-    assert lr_at(4, 0.7, {2: 0.5, 8: 0.9}) == pytest.approx(0.7)
-    assert lr_at(1, 0.7, {2: 0.5, 8: 0.9}) == lr_at(7, 0.7, {4: 0.5}) == 0.5
-    assert lr_at(1000, 0.7, {8: 0.9, 2: 0.5}) == 0.9 and lr_at(7, 0.7, {}) == 0.7
-
-
 def test_steps_by_speed_are_those_of_the_papers_toy_experiment() -> None:
     # PAPERS.md section 8: seconds per step .58, .75, 1.51, 3.33 and H=20 give 20, 15, 7 and 3,
     # which the floor lifts.
     speeds = [1 / seconds for seconds in (0.58, 0.75, 1.51, 3.33)]
     assert [dylu_steps(speed, max(speeds), 20) for speed in speeds] == [20, 15, 7, 5]
     assert dylu_steps(speeds[3], speeds[0], 20, floor=1) == 3
-
-
-def test_the_fastest_and_the_unmeasured_take_the_whole_interval() -> None:
-    assert dylu_steps(0.0, 3.0, 50) == dylu_steps(3.0, 0.0, 50) == dylu_steps(3.0, 3.0, 50) == 50
-    assert dylu_steps(4.0, 3.0, 50) == 50

@@ -248,12 +248,6 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     assert summary.read_summary(tmp_path / "summary.json") == single("p0", 100, 90, 2.0)
 
 
-def test_what_does_not_exist_is_null_or_zero() -> None:
-    for loss in (None, math.nan, math.inf, 800.0):
-        assert Evaluation(loss).perplexity is None
-    assert Evaluation(0.0).perplexity == 1.0
-
-
 def test_merging_adds_what_peers_did() -> None:
     """The swarm clock is that of the furthest."""
     parts = [

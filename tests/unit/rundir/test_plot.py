@@ -4,7 +4,6 @@ a display."""
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from diloco.errors import ConfigError
 from diloco.rundir.plot import Curve, held_out_curve, plot_losses, training_curves
 
 
@@ -58,17 +56,6 @@ def test_steps_that_a_resumed_run_repeats_count_once() -> None:
     assert training_curves(again)["p0"].loss == [5.0, 4.0, 3.0]
 
 
-def test_absurd_fields_are_passed_over() -> None:
-    absurd = enumerate((None, "high", math.inf), start=2)
-    records = [
-        *({"event": "no loss"}, train("p0", 1, 10, 5.0), {"peer": "p0", "loss": 1.0}),
-        *(train("p0", step, 10 * step, loss) for step, loss in absurd),
-        *({"loss": 4.0, "inner_step": 5, "tokens": 50}, {"eval_loss": 3.0, "tokens": 50}),
-    ]
-    assert training_curves(records) == {"?": Curve([50], [4.0]), "p0": Curve([10], [5.0])}
-    assert evaluated(records) == []
-
-
 @pytest.mark.parametrize("peers", [0, 1, 9])
 def test_any_number_of_peers_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int
@@ -88,13 +75,3 @@ def test_any_number_of_peers_is_drawn(
     coloured = (pixels[..., :3].max(-1) - pixels[..., :3].min(-1) > 0.2).sum()
     assert (coloured > 1000) == (peers > 0)
     assert sorted(os.listdir(tmp_path)) == ["loss.png", "m"]
-
-
-def test_a_run_without_metrics_says_so_in_its_picture(tmp_path: Path) -> None:
-    plot_losses(tmp_path / "missing", tmp_path / "loss.png", "nothing")
-    middle = image.imread(tmp_path / "loss.png")[250:400, 400:700, 0]
-    assert (middle < 0.6).sum() > 200
-    with pytest.raises(
-        ConfigError, match=r"^run\.dir: cannot write .*loss\.png: No such file or directory; choose"
-    ):
-        plot_losses(write(tmp_path / "m"), tmp_path / "missing" / "loss.png", "")

@@ -184,30 +184,6 @@ async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) 
     }
 
 
-def test_a_doomed_stream_breaks_on_both_sides_as_seeds_decide() -> None:
-    async def story(town: Town) -> list[bool]:
-        broken = []
-        one, _ = await town.peers("one", "two")
-        for _ in range(20):
-            writer = await town.stream(one, "two")
-            try:
-                await ends_with(writer, *[b"x"] * 10)
-                broken.append(False)
-            except ConnectionResetError:
-                broken.append(True)
-            writer.close()
-            await sleep(1)
-        assert [len(told) < 10 for told in town.told("two")] == broken
-        return broken
-
-    def fates(seed: int) -> list[bool]:
-        with virtual_time() as loop:
-            return loop.run_until_complete(story(Town(loop, seed=seed, loss=0.5, lossy={"talk"})))
-
-    assert fates(1) == fates(1) != fates(2)
-    assert 4 <= sum(fates(1)) <= 16
-
-
 class Trickle:
     """A reader that brings a little every 13 seconds, and nothing any more after a while."""
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diloco.core.events import Connected
 from diloco.messages.base import MAX_FRAME_BYTES
 from diloco.messages.codec import encode
 from diloco.messages.control import Status
@@ -23,7 +22,7 @@ from diloco.swarm.limits import (
     Newest,
     Penalties,
 )
-from tests.support.core import D, core, hello_of
+from tests.support.core import D, hello_of
 
 NOW = 1000.0
 
@@ -107,17 +106,6 @@ def test_honest_messages_of_large_swarms_fit_their_frames(fragments: int, closed
     assert len(encode(message)) < hello_bytes <= MAX_FRAME_BYTES
     changed = replace(said, tips=dict(list(said.tips.items())[:64]), units=((0, 1),) * MAX_RANGES)
     assert len(encode(changed)) < control_bytes
-
-
-def test_peers_of_a_large_swarm_name_different_others() -> None:
-    named = set()
-    for me in "abcd":
-        peer = core(me)
-        for number in range(MAX_NAMED + 200):
-            peer.receive(Connected(f"p{number}", hello_of()), 0.0)
-        assert len(peer.hello().peers) == MAX_NAMED
-        named |= set(peer.hello().peers)
-    assert len(named) > MAX_NAMED + 180
 
 
 def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:

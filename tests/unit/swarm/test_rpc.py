@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from diloco.messages.snapshot import MAX_PIECE_BYTES
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import (
     InnerLayout,
-    InnerRequest,
     InnerState,
     InnerStateServer,
     fetch_inner,
@@ -38,7 +36,6 @@ from diloco.swarm.rpc.watch import (
 )
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from tests.support.core import core, join
-from tests.support.coroutines import until
 from tests.support.stub_wire import Transport
 from tests.unit.messages.test_snapshot import SEEN, pack
 
@@ -257,38 +254,3 @@ async def test_a_state_that_cannot_be_is_refused_by_both_sides(given: InnerState
         [(kind, fields)] = asker.notes
         assert kind == "inner_state_failed" and why in str(fields["why"])
         assert str(fields["why"]).startswith("refused") == (donor_checks and "holds" in why)
-
-
-class Reader:
-    """In place of a stream whose other side reads from `begun` on."""
-
-    def __init__(self, begun: asyncio.Event, waiting: list[object]) -> None:
-        self._begun, self._waiting = begun, waiting
-
-    async def send(self, message: object) -> None:
-        self._waiting.append(message)
-        await self._begun.wait()
-
-    async def send_payload(self, payload: torch.Tensor) -> None: ...
-
-
-async def test_those_who_read_at_the_same_time_share_a_snapshot() -> None:
-    made: list[int] = []
-
-    def make() -> InnerState:
-        made.append(1)
-        return replace(STATE, values=STATE.values.clone())
-
-    begun, waiting, context = asyncio.Event(), list[object](), cast(Any, Asker(make))
-    donor = InnerStateServer(context)
-    reader: Any = Reader(begun, waiting)
-    readers = [asyncio.ensure_future(donor.answer(reader, InnerRequest())) for _ in range(2)]
-    await until(lambda: len(waiting) == 2)
-    assert len(made) == 1
-    begun.set()
-    await asyncio.gather(*readers)
-    readers.clear()
-    # a thread lets go a moment later
-    await until(lambda: donor._kept is None or donor._kept() is None)
-    await donor.answer(reader, InnerRequest())
-    assert len(made) == 2

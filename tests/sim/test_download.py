@@ -3,7 +3,7 @@ ones are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +14,14 @@ from diloco.core.events import AnchorPart
 from diloco.core.history import Tip
 from diloco.messages.bulk import Get, No, PartHeader
 from diloco.messages.codec import Message, Refusal
-from diloco.outer.replica import Replica
 from diloco.sim.network import PeerLink
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc import state
 from diloco.swarm.wire.streams import Traffic, open_bulk
-from diloco.testing.fuzz.crowd import Crowd
 from diloco.testing.fuzz.lives import Life, PeerSpec
 from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.support.stories import DrivenCrowd
 
 PART = 2**15  # elements: small parts, so that a small fragment has many
 NUMEL = 10 * PART + 1000
@@ -31,7 +30,7 @@ PARTS, NBYTES, PART_NBYTES = 11, 4 * NUMEL, 4 * PART
 CONTROL_NBYTES = 30_000  # of heartbeats and headers, at most
 
 
-class Village(Crowd):
+class Village(DrivenCrowd):
     """Donors that have trained and rest, and a joiner.
 
     `asked` and `came` list the joiner's parts as (donor, part), and `at` when each came. As long as
@@ -45,13 +44,13 @@ class Village(Crowd):
         self.at, self.broken, self.start_values = list[float](), False, torch.arange(float(NUMEL))
         ask = state.ask
 
-        async def watched(stream: Any, get: Any, replica: Replica, *rest: Any) -> Any:
+        async def watched(stream: Any, get: Any, *rest: Any) -> Any:
             if not (loop.owner or "").startswith("joiner"):
-                return await ask(stream, get, replica, *rest)
+                return await ask(stream, get, *rest)
             self.asked.append((stream.peer, get.part))
             if self.broken:
                 raise ConnectionResetError("broken")
-            answer = await ask(stream, get, replica, *rest)
+            answer = await ask(stream, get, *rest)
             if isinstance(answer, AnchorPart):
                 self.came.append((stream.peer, answer.part))
                 self.at.append(loop.seconds)
@@ -65,18 +64,18 @@ class Village(Crowd):
     def gradient(self, life: Life, w: Tensor, r: Any) -> Tensor:
         return torch.ones(NUMEL)
 
-    def donors(self, count: int) -> list[Node]:
-        """That many peers with one version, the author first."""
+    def donors(self, count: int, up: float | None = UP) -> list[Node]:
+        """That many peers with one version, the author first, that send so many bytes a second."""
         for number in range(count):
             self.start(PeerSpec(f"d{number}", latency_s=0.01), min_peers=count)
-            self.wait(self.all_ready)
-        self.wait(lambda: all(self.tip(name).head.number for name in self.lives))
+            self.run_until(self.all_ready)
+        self.run_until(lambda: all(self.tip(name).head.number for name in self.lives))
         self.rests = True
-        self.wait(lambda: all(life.at_rest for life in self.living()))
-        self.wait(lambda: len({self.tip(name).key for name in self.lives}) == 1)
-        self.pass_s(3.0)
-        for life in self.living():
-            self.network.uplinks[life.name]._bytes_per_s = UP
+        self.run_until(lambda: all(life.at_rest for life in self.living()))
+        self.run_until(lambda: len({self.tip(name).key for name in self.lives}) == 1)
+        self.run_for(3.0)
+        for name in self.lives:
+            self.network.uplinks[name]._bytes_per_s = up
         author = self.facts("d0").author_of(self.facts("d0").control)
         return [self.node(name) for name in sorted(self.lives, key=lambda name: name != author)]
 
@@ -84,7 +83,7 @@ class Village(Crowd):
         """A peer that comes later with other values, and does not train."""
         self.start_values = torch.zeros(NUMEL)
         self.start(PeerSpec("joiner", trains=False, latency_s=0.01))
-        self.wait(lambda: self.lives["joiner"].node)
+        self.run_until(lambda: self.lives["joiner"].node)
         self.network._links["joiner"] = PeerLink(down=down, latency_s=0.01)
         self.network._downlinks["joiner"]._bytes_per_s = down
         return self.node("joiner")
@@ -92,41 +91,26 @@ class Village(Crowd):
     def joins(self) -> Node:
         """A joiner that has got the donors' version."""
         joiner = self.joiner()
-        self.wait(self.arrived)
+        self.run_until(self.arrived)
         return joiner
+
+    def tip(self, name: str) -> Tip:
+        return self.facts(name).control.tip
 
     def arrived(self) -> bool:
         return self.tip("joiner").key == self.tip("d1" if "d1" in self.lives else "d0").key
 
-    def node(self, name: str) -> Node:
-        node = self.lives[name].node
-        assert node is not None
-        return node
-
-    def facts(self, name: str) -> Any:
-        return self.node(name).core.facts
-
-    def tip(self, name: str) -> Tip:
-        tip: Tip = self.facts(name).control.tip
-        return tip
-
-    def said(self, name: str, kind: str) -> list[str]:
-        return [line for line in self.story if line.split()[1:3] == [name, kind]]
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        self.loop.run_until_complete(self.until(condition, 200.0, "something", 0.01))
-
-    def pass_s(self, seconds: float) -> None:
-        end = self.loop.seconds + seconds
-        self.wait(lambda: self.loop.seconds >= end)
+    def failed(self) -> list[str]:
+        """What the joiner told of fetches that failed."""
+        return [line for line in self.story if line.split()[1:3] == ["joiner", "fetch_failed"]]
 
     def parts(self) -> list[int]:
-        """The parts that came, in their order."""
+        """The parts that came, by their number."""
         return sorted(part for _, part in self.came)
 
-    def served(self, donor: str) -> int:
+    def served(self, donor: Node) -> int:
         """How many parts came from a donor."""
-        return sum(source == donor for source, _ in self.came)
+        return sum(source == donor.core.facts.me for source, _ in self.came)
 
 
 @pytest.fixture
@@ -135,16 +119,12 @@ def village(monkeypatch: pytest.MonkeyPatch) -> Iterator[Village]:
         yield Village(loop, monkeypatch)
 
 
-def name_of(node: Node) -> str:
-    return node.core.facts.me
-
-
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_an_anchor_comes_from_all_donors_at_once(village: Village, count: int) -> None:
     """And each part once."""
     donors, began_at = village.donors(count), village.loop.seconds
     joiner = village.joins()
-    assert {source for source, _ in village.came} == {name_of(donor) for donor in donors}
+    assert all(village.served(donor) for donor in donors)
     assert len(village.asked) == PARTS and village.parts() == [*range(PARTS)]
     took_s = village.at[-1] - began_at
     # then the donor of the first part, which has told what there is, is one of many
@@ -152,7 +132,7 @@ def test_an_anchor_comes_from_all_donors_at_once(village: Village, count: int) -
     assert took_s < first_s + NBYTES / UP / count + 2 * first_s + 1.0
     assert NBYTES < joiner.traffic.bytes_received < NBYTES + CONTROL_NBYTES
     assert torch.equal(joiner.replica.anchors[0], donors[0].replica.anchors[0])
-    assert not village.said("joiner", "fetch_failed")
+    assert not village.failed()
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["author", "other"])
@@ -160,13 +140,12 @@ def test_when_a_donor_crashes_only_its_parts_are_fetched_again(
     village: Village, victim: int
 ) -> None:
     donors = village.donors(3)
-    dying = name_of(donors[victim])
-    joiner = village.joiner()
-    village.wait(lambda: village.served(dying) >= 1 and len(village.asked) >= 6)
-    village.crash(dying)
-    village.wait(village.arrived)
+    dying, joiner = donors[victim], village.joiner()
+    village.run_until(lambda: village.served(dying) >= 1 and len(village.asked) >= 6)
+    village.crash(dying.core.facts.me)
+    village.run_until(village.arrived)
     assert village.parts() == [*range(PARTS)] and PARTS < len(village.asked) <= PARTS + 2
-    assert all(village.served(name) > 0 for name in ("d0", "d1", "d2"))
+    assert all(map(village.served, donors))
     assert joiner.traffic.bytes_received < NBYTES + 2 * PART_NBYTES + CONTROL_NBYTES
 
 
@@ -177,26 +156,24 @@ def test_wrong_bytes_of_a_donor_come_from_another_one(village: Village, liar: in
     lying.replica.anchors[0][::1000] += 1.0
     joiner = village.joins()
     assert torch.equal(joiner.replica.anchors[0], right)
-    told = village.said("joiner", "fetch_failed")
+    told = village.failed()
     assert told and all("is not what its digest says" in line for line in told)
-    assert all(f"'donor': '{name_of(lying)}'" in line for line in told)
-    assert village.served(name_of(lying)) == 0
+    assert all(f"'donor': '{lying.core.facts.me}'" in line for line in told)
+    assert village.served(lying) == 0
 
 
 def test_donors_finish_the_version_they_began_with(village: Village) -> None:
     """The record brings the next."""
-    donors = village.donors(3)
-    for donor in donors:
-        village.network.uplinks[name_of(donor)]._bytes_per_s = None
+    donors = village.donors(3, up=None)
     joiner = village.joiner(down=UP)
-    village.wait(lambda: len(village.came) >= 2)
+    village.run_until(lambda: len(village.came) >= 2)
     before = village.tip("d0").head.number
     village.rests = False
-    village.pass_s(1.05)  # who rests looks once a second, and makes one step now
+    village.run_for(1.05)  # who rests looks once a second, and makes one step now
     village.rests = True
-    village.wait(lambda: village.tip("d0").head.number > before)
+    village.run_until(lambda: village.tip("d0").head.number > before)
     assert len(village.came) < PARTS, "the download is still under way"
-    village.wait(village.arrived)
+    village.run_until(village.arrived)
     assert {*village.parts()} == {*range(PARTS)} and len(village.came) <= PARTS + 1
     assert torch.equal(joiner.replica.anchors[0], donors[0].replica.anchors[0])
 
@@ -205,12 +182,12 @@ def test_donors_finish_the_version_they_began_with(village: Village) -> None:
 def test_a_broken_download_goes_on_with_what_is_missing(village: Village, count: int) -> None:
     village.donors(count)
     village.joiner()
-    village.wait(lambda: len(village.came) >= 6)
+    village.run_until(lambda: len(village.came) >= 6)
     village.broken = True
-    village.pass_s(12.0)
+    village.run_for(12.0)
     assert not village.arrived() and 6 <= len(village.came) < PARTS
     village.broken = False
-    village.wait(village.arrived)
+    village.run_until(village.arrived)
     assert {*village.parts()} == {*range(PARTS)}
     assert len(village.came) <= PARTS + count, "one was under way"
 
@@ -246,6 +223,6 @@ def test_a_node_that_cannot_join_leaves_nothing_open(
 
     monkeypatch.setattr("diloco.swarm.node.mesh.ControlMesh.start", nobody)
     life = village.start(PeerSpec("joiner", trains=False))
-    village.wait(lambda: life.ended)
+    village.run_until(lambda: life.ended)
     assert "answer, but no diloco peer of run.id=run is there" in life.ended
     assert "joiner" not in village.network._transports and not village.loop.tasks_of(life.owner)

@@ -1,23 +1,30 @@
-"""Fault schedules: the fast part of `scripts/fuzz_protocol`, and small cases of what it found in
-node and core."""
+"""The fast part of `scripts/fuzz_protocol`, and small cases of what it found."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as altered
 
 from diloco.core import contributions
 from diloco.core.events import Captured, Exit, Leave, Merge, Stepped, Tick
 from diloco.core.peer import Peer
+from diloco.messages.codec import decode, encode
+from diloco.messages.control import Hello, Status
 from diloco.messages.fields import MAX_TOKENS
 from diloco.messages.heads import Book, Entry
+from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
 from diloco.testing.fuzz.faults import scenario, split_scenario
+from diloco.testing.fuzz.liar import lie_of, play_lie
 from diloco.testing.fuzz.stage import play
 from tests.support import core as support
+from tests.support.core_fuzz import World, broken
 from tests.support.slow import slow
 from tests.support.stories import story
+from tests.unit.messages.test_codec import EXAMPLES
 
 # -- schedules -------------------------------------------------------------------------------------
 
@@ -33,6 +40,34 @@ def test_no_split_breaks_an_invariant(seed: int) -> None:
     assert play(split_scenario(seed)).violation is None
 
 
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_no_fault_schedule_breaks_a_promise_of_the_core(first: int) -> None:
+    found = {seed: broken(World(seed)) for seed in range(first, first + 10)}
+    assert found == dict.fromkeys(found, "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
+    assert play_lie(lie_of(seed)).violation is None
+
+
+def with_plan(example: Any) -> Any:
+    """A plan that is all zeros is not sent."""
+    if isinstance(example, Hello):
+        return altered(example, status=with_plan(example.status))
+    return altered(example, planned=(1, 2, 3)) if isinstance(example, Status) else example
+
+
+@pytest.mark.parametrize("example", [*map(with_plan, EXAMPLES)], ids=lambda example: example.kind)
+def test_every_number_of_every_message_fits_at_its_bounds(example: Any) -> None:
+    paths = [path for kind, path in targets() if kind == example.kind]
+    for path in [path for path in paths if path[-1] != "wire_version"]:
+        values = (Target(example.kind, path, value) for value in range(NUM_VALUES))
+        lies = [changed(example, target, random.Random(0)) for target in values]
+        assert sum(lie != example for lie in lies) >= 2, path
+        assert all(decode(encode(lie)) == lie for lie in lies)
+
+
 def test_the_same_seed_is_the_same_run_line_by_line() -> None:
     """With a trace, which changes nothing, and without."""
     traced: list[str] = []
@@ -45,18 +80,16 @@ def test_the_same_seed_is_the_same_run_line_by_line() -> None:
 @pytest.mark.parametrize("lives", [30, slow(1000)])
 def test_nothing_runs_out_when_a_peer_restarts_again_and_again(lives: int) -> None:
     with story(0, fragments=1, outer_steps=None) as swarm:
-        swarm.start("a")
-        swarm.run_until(lambda: swarm.crowd.lives["a"].ready, "it is there")
+        swarm.starts("a")
+        swarm.run_until(lambda: swarm.lives["a"].ready, "it is there")
         for life in range(1, lives + 1):
             swarm.run_until(lambda life=life: swarm.version("a") >= life, f"version {life}")
-            last = swarm.crowd.lives["a"]
-            swarm.run_until(
-                lambda last=last: last.checkpoints[-1].saved.steps >= last.node.clock()[0],
-                "it is written",
-            )
-            swarm.crowd.crash("a")
-            swarm.crowd.start(last.member, checkpoint=last.checkpoints[-1])
-            swarm.run_until(lambda: swarm.crowd.lives["a"].node is not None, "it is back")
+            last = swarm.lives["a"]
+            steps = last.node.clock()[0]
+            swarm.run_until(lambda: last.checkpoints[-1].saved.steps >= steps, "it is written")  # noqa: B023
+            swarm.crash("a")
+            swarm.start(last.member, checkpoint=last.checkpoints[-1])
+            swarm.run_until(lambda: swarm.lives["a"].node is not None, "it is back")
         swarm.run_to_the_end(1)
         assert swarm.merged("a", "a")[0] == swarm.version("a") >= lives
 
@@ -138,7 +171,7 @@ def test_a_load_that_is_asked_for_while_a_newcomer_begins_is_not_forgotten() -> 
     with story(0, fragments=3, outer_steps=None, outer=outer) as swarm:
         swarm.begin("a")
         swarm.run_until(lambda: swarm.version("a") >= 2, "two versions")
-        swarm.start("b")
+        swarm.starts("b")
         swarm.run_until(lambda: "b" in swarm.nodes(), "b is there")
         anchors, b = swarm.node("b").anchors, swarm.node("b").core
         load, moved = anchors.load, list[int]()

@@ -2,15 +2,13 @@
 by it.
 
 One peer lies from the third version on, and is honest in everything else. What judging alone
-promises is in `tests/unit/outer/test_robust.py`, numbers at their bounds in
-`test_fuzz_semantics.py`, floods in `test_limits.py`.
+promises is in `tests/unit/outer/test_robust.py`, numbers at their bounds in `test_fuzz.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,14 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.core.facts import Facts
 from diloco.sim.virtual_time import VirtualLoop
-from diloco.swarm.node.node import Node
 from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.streams import PeerStream
-from diloco.testing.fuzz.crowd import Crowd, lying
+from diloco.testing.fuzz.crowd import lying
 from diloco.testing.fuzz.lives import Life, PeerSpec
 from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.support.stories import DrivenCrowd
 
 BEGIN, VERSIONS = 3, 16
 ELEMENTS = 400
@@ -36,7 +33,7 @@ LOSS = 1.75  # times that of the honest peers alone: honest swarms differ by up 
 SECONDS = 1.5, 30.0  # times theirs, and more
 
 
-class Swarm(Crowd):
+class Swarm(DrivenCrowd):
     """Five peers that learn a target from noisy gradients; `liar` is one of them that makes no
     versions."""
 
@@ -47,9 +44,11 @@ class Swarm(Crowd):
         self.target = 1.0 + 0.5 * torch.sin(torch.arange(float(ELEMENTS)))
         for name in peers:
             self.start(PeerSpec(name), min_peers=len(peers))
-            self.until(lambda: all(life.ready for life in self.living()))
-        self.until(lambda: all(self.core(name).control.tip.head.number >= BEGIN for name in peers))
-        facts = self.core("a")
+            self.run_until(self.all_ready)
+        self.run_until(
+            lambda: all(self.facts(name).control.tip.head.number >= BEGIN for name in peers)
+        )
+        facts = self.facts("a")
         authors = facts.author_of(facts.control), facts.second(facts.control)
         self.liar = [name for name in peers if name not in authors][-1]
 
@@ -65,29 +64,13 @@ class Swarm(Crowd):
         noise = torch.randn(w.numel(), generator=torch.Generator().manual_seed(r.getrandbits(62)))
         return w.detach() - self.target + NOISE * noise
 
-    def node(self, name: str) -> Node:
-        node = self.lives[name].node
-        assert node is not None
-        return node
-
-    def core(self, name: str) -> Facts:
-        return self.node(name).core.facts
-
-    def until(self, condition: Callable[[], bool], patience_s: float = 400.0) -> None:
-        async def wait() -> None:
-            deadline = self.loop.seconds + patience_s
-            while not condition() and self.loop.seconds < deadline:
-                await asyncio.sleep(0.1)
-
-        self.loop.run_until_complete(wait())
-
     def finish(self, *liars: str) -> tuple[float, float]:
         """Until all honest peers are done, with one model; their loss (1 at the start), and when
         that was."""
         honest = [name for name in self.lives if name not in liars]
-        self.until(lambda: all(self.lives[name].ended for name in honest))
+        self.run_until(lambda: all(self.lives[name].ended for name in honest))
         assert {self.lives[name].ended for name in honest} == {"done"}, self.failures
-        assert len({self.core(name).control.tip.head.id for name in honest}) == 1
+        assert len({self.facts(name).control.tip.head.id for name in honest}) == 1
         distance = (self.node(honest[0]).replica.anchors[0] - self.target) ** 2
         return float(distance.mean() / (self.target**2).mean()), self.loop.seconds
 
@@ -136,15 +119,13 @@ def test_what_was_learned_once_is_not_merged_again_and_again() -> None:
         assert "left_out" in swarm.unharmed()
 
 
-def no_number(payload: Tensor) -> Tensor:
-    return torch.full_like(payload, 0xFF)
+NO_PAYLOADS = {
+    "no number": lambda payload: torch.full_like(payload, 0xFF),
+    "another shape": lambda payload: torch.cat([payload, payload]),
+}
 
 
-def another_shape(payload: Tensor) -> Tensor:
-    return torch.cat([payload, payload])
-
-
-@pytest.mark.parametrize("bent", [no_number, another_shape])
+@pytest.mark.parametrize("bent", NO_PAYLOADS.values(), ids=NO_PAYLOADS)
 def test_bytes_that_are_no_payload_are_refused(bent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calm()  # before streams are bent
     with swarm_of(codec_up="fp32") as swarm:
@@ -171,8 +152,8 @@ def test_a_newcomer_is_not_thrown_far_by_the_moments_that_it_gets() -> None:
             context = swarm.node(life.name).context
             context.inner_state = lambda told=context.inner_state: lie(told())
         newcomer = swarm.start(PeerSpec("n"))
-        swarm.until(lambda: newcomer.began)
-        swarm.until(lambda: False, patience_s=1.5)
+        swarm.run_until(lambda: newcomer.began)
+        swarm.run_for(1.5)
         assert any(line.split()[1:3] == ["n", "inner_state"] for line in swarm.story)
         replica = swarm.node("n").replica
         assert float((replica.local.tensors["w"].detach() - replica.anchors[0]).abs().max()) <= 2.0

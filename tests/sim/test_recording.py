@@ -15,7 +15,7 @@ from tests.support.stories import Story, story
 
 def recorded(swarm: Story, path: Path, name: str) -> None:
     """What happens to that peer is recorded from its first event on."""
-    watch = swarm.crowd.on_life
+    watch = swarm.on_life
 
     def observe(life: Any) -> None:
         watch(life)
@@ -23,7 +23,7 @@ def recorded(swarm: Story, path: Path, name: str) -> None:
             one, look = Recording(path, life.node.core.facts), life.node.context.tap
             life.node.context.tap = lambda event, now: (one.event(event, now), look(event, now))
 
-    swarm.crowd.on_life = observe
+    swarm.on_life = observe
 
 
 def plays(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -37,7 +37,7 @@ def test_a_recording_leads_to_the_same_tips(
 ) -> None:
     with story(0, fragments=2, loss=0.1) as swarm:
         recorded(swarm, tmp_path / NAME, "b")
-        swarm.start("abc", min_peers=3)
+        swarm.starts("abc", min_peers=3)
         nodes = swarm.run_to_the_end()
         tips = {
             f.index: (f.tip.head.number, f.tip.head.id) for f in nodes["b"].core.facts.fragments
@@ -52,7 +52,7 @@ def test_a_recording_keeps_the_newest(
     monkeypatch.setattr(recording, "MOST_BYTES", 200_000)
     with story(0, fragments=2, outer_steps=20) as swarm:
         recorded(swarm, tmp_path / NAME, "b")
-        swarm.start("abc", min_peers=3)
+        swarm.starts("abc", min_peers=3)
         swarm.run_to_the_end()
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["recording.bin", "recording.old"]

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from diloco.config import BudgetConfig, Config, InnerConfig, compose
 from diloco.core import lifecycle
 from diloco.core.facts import Facts
 from diloco.errors import ConfigError, SwarmError
+from diloco.outer.optimizer import OuterOptimizer, OuterStep
+from diloco.sim import run
 from diloco.swarm.node import node
 from diloco.swarm.node.recorder import Recorder
+from diloco.train import loop
 from tests.support.peers import events, json_lines
-from tests.support.simulated import digests, simulated
+from tests.support.simulated import SMALL, digests, simulated
 from tests.support.slow import slow
 
 
@@ -117,6 +121,44 @@ def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> No
     assert all(peer.utilization < 0.5 for peer in thin.summary.peers)
     longest = max(peer.bytes_sent for peer in thin.summary.peers) / 10000
     assert 8 + longest < thin.virtual_s < 8 + 4 * longest
+
+
+def test_a_peer_sixteen_times_faster_is_merged_at_its_pace_without_a_barrier(
+    tmp_path: Path,
+) -> None:
+    """Nobody waits for anybody, although all come in one moment each 4 seconds."""
+    paces = ("outer=async", "sim.step_s=[1,1,1,0.0625]", "budget.outer_steps=60")
+    outcome = simulated(tmp_path, *paces)
+    assert outcome.summary.peers[3].steps >= 0.95 * 16 * outcome.virtual_s
+    assert [peer.seconds.wait for peer in outcome.summary.peers] == [0.0] * 4
+
+
+def test_a_budget_that_one_peer_raises_holds_for_all_from_their_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rate and the outer momentum are those of the greater total, on all of them."""
+    config_of, rates, learning_rate = run._config_of, OuterOptimizer.rates, loop.learning_rate
+    steps, budgets = set[tuple[int, int | None]](), list[BudgetConfig]()
+
+    def own(config: Config, name: str, min_peers: int) -> Config:
+        longer = compose([*SMALL, "local.peers=3", "budget.outer_steps=4", f"run.dir={tmp_path}"])
+        return config_of(longer if name == "p1" else config, name, min_peers)
+
+    def seen(optimizer: OuterOptimizer, step: OuterStep) -> tuple[float, float]:
+        steps.add((step.version, optimizer.settings.rounds))
+        return rates(optimizer, step)
+
+    def rate(clock: Any, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
+        budgets.append(budget)
+        return learning_rate(clock, inner, budget, sync_every)
+
+    monkeypatch.setattr(run, "_config_of", own)
+    monkeypatch.setattr(OuterOptimizer, "rates", seen)
+    monkeypatch.setattr(loop, "learning_rate", rate)
+    outcome = simulated(tmp_path, "local.peers=3")
+    assert outcome.summary.outer_steps == 4 and len(digests(outcome)) == 1
+    assert {one for one in steps if one[1] is not None} == {(version, 4) for version in range(4)}
+    assert len(budgets) == 3 * 4 * 4 and {budget.outer_steps for budget in budgets} == {4}
 
 
 def test_a_run_that_holds_out_nothing_has_no_held_out_loss(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """A swarm of cores alone, in virtual time: messages take a while, and tensors are three integers.
 
-swarm = Swarm(Settings(sync_every=10)); peer = swarm.add("a"); swarm.until(100.0)      peer.tip(),
-                                                                                       swarm.made
+swarm = Swarm(ProtocolSettings(sync_every=10))
+peer = swarm.add("a"); swarm.until(100.0); peer.tip(), swarm.made
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from diloco.core import events
@@ -18,7 +22,8 @@ from diloco.messages.codec import decode, encode
 from diloco.messages.heads import Head
 from diloco.ranges import count, first
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
-from tests.support.links import Links
+
+Pair = frozenset[str]
 
 
 @dataclass(eq=False)
@@ -56,8 +61,12 @@ class Peer:
         return Saved(tips, tuple(self.anchors.now), self.facts.processed, self.facts.stamp)
 
 
-class Swarm(Links):
-    """Peers, whose work on tensors takes `work_s`."""
+class Swarm:
+    """Peers, and connections between them.
+
+    Messages arrive in order after `latency_s`; bulk takes `bulk_s` more, in any order, and is
+    `lost` sometimes. Work on tensors takes `work_s`.
+    """
 
     uplink_bytes_per_s = 1e-9  # so that records go to few at a time
 
@@ -69,11 +78,103 @@ class Swarm(Links):
         work_s: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__(latency_s, bulk_s, seed)
-        self.settings, self.work_s = settings, work_s
+        self.settings, self.random = settings, Random(seed)
+        self.latency_s, self.bulk_s, self.work_s = latency_s, bulk_s, work_s
         self.peers: dict[str, Peer] = {}
         self.made: list[tuple[float, Head]] = []  # every version, and when its author had it
         self.heads: dict[str, Head] = {}
+        self.now = self.lost = 0.0
+        self.epochs: dict[Pair, int] = {}  # of the connections that are up
+        self.blocked: set[Pair] = set()
+        self.held: list[tuple[Pair, int, str, events.Event]] = []
+        self._last: dict[tuple[str, str], float] = {}
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count(1)
+
+    # -- time and connections ----------------------------------------------------------------------
+
+    def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
+        """Do that then."""
+        heapq.heappush(self._queue, (when, next(self._order), what, args))
+
+    def until(self, end: float, stop: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass."""
+        while self._queue and self._queue[0][0] <= end and not stop():
+            self.now, _, what, args = heapq.heappop(self._queue)
+            what(*args)
+        self.now = self.now if stop() else end
+
+    def carry(
+        self,
+        sender: str,
+        to: str,
+        event: events.Event,
+        back: events.Event | None = None,
+        bulk: bool = False,
+    ) -> None:
+        """Bring an event to another peer; perhaps the stream breaks, of which the sender hears if
+        it asked."""
+        pair = frozenset((sender, to))
+        epoch = self.epochs.get(pair)
+        if epoch is None:
+            return
+        if (bulk or back) and self.random.random() < self.lost:
+            if back:
+                self.at(self.now + 3 * self.latency_s, self._arrive, pair, epoch, sender, back)
+            return
+        if pair in self.blocked:
+            self.held.append((pair, epoch, to, event))
+            return
+        when = self.now + self.latency_s * self.random.uniform(0.7, 1.5)
+        if bulk:
+            when += self.bulk_s * self.random.uniform(0.5, 2.0)
+        else:
+            when = self._last[sender, to] = max(when, self._last.get((sender, to), 0.0))
+        self.at(when, self._arrive, pair, epoch, to, event)
+
+    def _arrive(self, pair: Pair, epoch: int, to: str, event: events.Event) -> None:
+        if self.epochs.get(pair) == epoch:
+            self.tell(self.peers[to], event)
+
+    def drop(self, pair: Pair, who: str) -> None:
+        """One side closes the connection, or dies; the other hears of it, unless the network is
+        cut."""
+        if self.epochs.pop(pair, None) and pair not in self.blocked:
+            (other,) = pair - {who}
+            self.at(self.now + self.latency_s, self._gone, pair, other, who)
+
+    def _gone(self, pair: Pair, peer: str, other: str) -> None:
+        if pair not in self.epochs:
+            self.tell(self.peers[peer], events.Lost(other))
+
+    def reconnect(self, one: str, other: str) -> None:
+        """Connect two peers whenever they can be."""
+        pair = frozenset((one, other))
+        if pair not in self.epochs and pair not in self.blocked:
+            hellos = [self.greets(other), self.greets(one)]
+            if all(hellos):
+                epoch = self.epochs[pair] = next(self._order)
+                for peer, there, hello in zip((one, other), (other, one), hellos, strict=True):
+                    self.tell(self.peers[peer], events.Lost(there))
+                    connected, at = events.Connected(there, hello), self.now + self.latency_s
+                    self.at(at, self._arrive, pair, epoch, peer, connected)
+        self.at(self.now + self.random.uniform(0.3, 2.0), self.reconnect, one, other)
+
+    def block(self, pairs: Iterable[Pair], seconds: float) -> None:
+        """Cut the network between these; nobody hears of it."""
+        pairs = list(pairs)
+        self.blocked |= set(pairs)
+        self.at(self.now + seconds, self.unblock, pairs)
+
+    def unblock(self, pairs: Iterable[Pair]) -> None:
+        """What was on its way arrives."""
+        self.blocked -= set(pairs)
+        held, self.held = self.held, []
+        for pair, epoch, to, event in held:
+            if pair in self.blocked:
+                self.held.append((pair, epoch, to, event))
+            else:
+                self.at(self.now + self.latency_s, self._arrive, pair, epoch, to, event)
 
     # -- peers -------------------------------------------------------------------------------------
 
@@ -128,10 +229,6 @@ class Swarm(Links):
             self.tell(peer, event)
 
     # -- what cores ask for ------------------------------------------------------------------------
-
-    def arrives(self, peer: str, event: Any) -> None:
-        """A message of another peer."""
-        self.tell(self.peers[peer], event)
 
     def greets(self, peer: str) -> Any:
         """What it says first; None while it cannot."""

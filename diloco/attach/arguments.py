@@ -27,8 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco import model as models
-from diloco.attach.parameters import frozen_digest
-from diloco.attach.unwrap import class_name
+from diloco.attach.parameters import class_name, frozen_digest
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.address import address_error
 from diloco.config.compose import outer_preset

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from diloco.attach.devices import default_modes
-from diloco.attach.inner_optimizer import InnerStateTransfer, snapshot
 from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
-from diloco.attach.parameters import TrainedParams
+from diloco.attach.optimizer import InnerStateTransfer, snapshot
+from diloco.attach.parameters import TrainedParams, restored_after
 from diloco.attach.program import Program, leave
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers, StepHooks, swarm_steps
-from diloco.attach.sharded import restored_after
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError
 from diloco.outer.fragments import Fragment, partition

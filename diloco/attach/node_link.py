@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from diloco.attach.ranks import RankGroup
-from diloco.attach.sharded import ShardedParams
+from diloco.attach.ranks import RankGroup, ShardedParams
 from diloco.config import OuterConfig
 from diloco.errors import SwarmError
 from diloco.messages import fields

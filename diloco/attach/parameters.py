@@ -16,13 +16,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from diloco.attach.sharded import has_row_layout, is_sharded, local_tensor
-from diloco.attach.unwrap import kind_of, named, unwrapped_name
 from diloco.errors import ConfigError
 from diloco.outer.digest import fragment_digest, part_digest, part_ranges
 from diloco.outer.fragments import gather_, partition
@@ -31,6 +31,9 @@ from diloco.swarm.node.node import OnEvent
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
 SAMPLED = 64  # values of each parameter
+# of torch.compile, of activation checkpoints, and of Lightning's Fabric
+INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+TORCHRUN = "share the model with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 
 
 class TrainedParams(dict[str, Tensor]):
@@ -61,13 +64,13 @@ class TrainedParams(dict[str, Tensor]):
         """Elements of each parameter."""
         return {name: parameter.numel() for name, parameter in self.items()}
 
-    def check_start(self, optimizer: torch.optim.Optimizer, on_event: OnEvent) -> None:
-        """`ConfigError` for an optimizer of other parameters, and for values that are not finite.
+    def check_start(self, name: str, groups: Sequence[dict[str, Any]], on_event: OnEvent) -> None:
+        """Compare with the groups of the optimizer `name`; say which parameters it leaves alone.
 
-        Says which parameters the optimizer leaves alone.
+        Raises `ConfigError` if it has parameters of no attached model, and for non-finite values.
         """
-        name, own = kind_of(optimizer), set(self._model.parameters())
-        grouped = dict.fromkeys(one for group in optimizer.param_groups for one in group["params"])
+        own = set(self._model.parameters())
+        grouped = dict.fromkeys(one for group in groups for one in group["params"])
         strange = [list(one.shape) for one in grouped if one not in own]
         missing = [key for key, one in self.items() if one not in grouped]
         if self and len(missing) == len(self):
@@ -102,8 +105,7 @@ class TrainedParams(dict[str, Tensor]):
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """An exchange moves the parameters inside; once, it is checked that training goes on from
-        there."""
+        """Around an exchange; the first that moves parameters is remembered for `check_kept`."""
         before = None if self._is_kept else self._sample()
         yield
         self._moved = None if before is None else (before, self._sample())
@@ -222,3 +224,149 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
         parts.append(part_digest(part))
     shapes = json.dumps({name: list(one.shape) for name, one in real.items()})
     return sha256(f"{shapes} {fragment_digest(parts)}".encode()).hexdigest()
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The model inside what is around it; of several, a list of them.
+
+    Raises `ConfigError` for FSDP1 and DeepSpeed.
+    """
+    if isinstance(model, list | tuple):
+        several = [unwrap_model(one) for one in model]
+        return several[0] if len(several) == 1 else nn.ModuleList(several)
+    while True:
+        name = type(model).__name__
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model={name} is no torch.nn.Module; attach one, or several in a list"
+            )
+        if "deepspeed" in type(model).__module__:
+            raise ConfigError(f"model={name}: DeepSpeed keeps the parameters to itself; {TORCHRUN}")
+        if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+            raise ConfigError(f"model={name}: FSDP1 makes flat parameters of it; {TORCHRUN}")
+        inside = _inside(model)
+        # beside them adapters may have parameters of their own
+        if inside is None or inside in ("base_model", "model"):
+            return model
+        model = getattr(model, inside)
+
+
+def _inside(module: Any) -> str | None:
+    """The submodule around which a module is wrapped, and whose names have no word of that."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    library = type(module).__module__
+    if library.startswith("peft."):
+        names: tuple[str, ...] = () if ".layer" in library else ("base_model", "model")
+    else:
+        names = INSIDE
+    return next((name for name in names if name in getattr(module, "_modules", ())), None)
+
+
+def unwrapped_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter or buffer as if nothing in the model were wrapped."""
+    at: Any = model
+    parts = []
+    for part in name.split("."):
+        if part != _inside(at):
+            parts.append(part)
+        at = getattr(at, part, None)
+    return ".".join(parts)
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model, by names that do not depend on wrappers."""
+    return ((unwrapped_name(model, name), one) for name, one in model.named_parameters())
+
+
+def class_name(model: nn.Module) -> str:
+    """The class of a plain model, or of each of several. FSDP2 derives one of its own from it."""
+    if isinstance(model, nn.ModuleList):
+        return " + ".join(map(class_name, model))
+    while (inside := _inside(model)) is not None:
+        model = getattr(model, inside)
+    kinds = type(model).__mro__
+    return next(one.__name__ for one in kinds if not one.__module__.startswith("torch.distributed"))
+
+
+# -- rows of a sharded parameter -------------------------------------------------------------------
+
+
+def has_row_layout(tensor: Tensor) -> bool:
+    """Whether a process has the tensor whole, or a range of its rows: what outer steps know."""
+    sharded = [one for one in getattr(tensor, "placements", ()) if not one.is_replicate()]
+    return [(type(one).__name__, getattr(one, "dim", 0)) for one in sharded] in ([], [("Shard", 0)])
+
+
+def row_range(tensor: Tensor) -> tuple[int, int]:
+    """The range that this process has of the flattened whole, where `has_row_layout` holds."""
+    for dim, placement in enumerate(getattr(tensor, "placements", ())):
+        # as torch.chunk cuts: the last processes may have fewer rows, or none
+        if placement.is_shard():
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            rows, size, place = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)
+            each, width = -(-rows // size), tensor.numel() // max(rows, 1)
+            return min(place * each, rows) * width, min((place + 1) * each, rows) * width
+    return 0, tensor.numel()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor; writing to it changes the tensor."""
+    sharded: Any = tensor
+    local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. (To import that class takes a second.)"""
+    return hasattr(tensor, "placements")
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All ranks: a sharded tensor as a whole one on rank 0's CPU, empty on other ranks.
+
+    Any other tensor stays.
+    """
+    sharded: Any = tensor
+    if not is_sharded(tensor):
+        return tensor
+    full: Tensor = sharded.full_tensor()
+    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
+
+
+@torch.no_grad()
+def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor laid out like `tensor`, with this process's rows of `values`, which are whole."""
+    if not is_sharded(tensor) or values.shape != tensor.shape:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    begin, end = row_range(tensor)
+    own = local_tensor(tensor)
+    rows = values.reshape(-1)[begin:end].view(own.shape).to(own.device, copy=True)
+    like: Any = tensor
+    layout = {"device_mesh": like.device_mesh, "placements": like.placements, "run_check": False}
+    return DTensor.from_local(rows, **layout, shape=tensor.shape, stride=tensor.stride())
+
+
+@torch.no_grad()
+def load_rows_(tensor: Tensor, values: Tensor) -> None:
+    """A tensor, which may be sharded, takes this process's rows of `values`, which are whole."""
+    begin, end = row_range(tensor)
+    own = local_tensor(tensor)
+    own.copy_(values.reshape(-1)[begin:end].view(own.shape))
+
+
+@contextmanager
+def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Whatever becomes of the parameters inside, they are as before afterwards."""
+    before = {name: local_tensor(one.detach()).clone() for name, one in parameters.items()}
+    try:
+        yield
+    finally:
+        for name, values in before.items():
+            local_tensor(parameters[name].detach()).copy_(values)

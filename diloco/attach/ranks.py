@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.attach import devices
+from diloco.attach.parameters import local_tensor, row_range
 from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedError
 from diloco.model.forward import layers_of
+from diloco.outer.fragments import Fragment, Slice, read_, write_
+from diloco.outer.local import Local
 
 # what gloo and NCCL say when another rank has ended
 BROKEN = "Connection (closed|reset) by peer|Broken pipe|remote process exited"
@@ -116,11 +120,6 @@ class RankGroup:
             return wrapped.no_sync()
         is_sharded = hasattr(wrapped, "set_requires_gradient_sync")
         return _without_reduction(wrapped) if is_sharded else nullcontext()
-
-    @property
-    def batch_slice(self) -> tuple[int, int]:
-        """(rank, size): of the peer's batch (B, T), batch[rank::size] is this rank's."""
-        return self.rank, self.size
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -265,3 +264,134 @@ def _without_reduction(wrapped: Any) -> Iterator[None]:
         yield
     finally:
         wrapped.set_requires_gradient_sync(True)
+
+
+# -- one set of parameters, in the rows of several processes --------------------------------------
+
+RELEASE, GATHER, SCATTER = range(3)
+
+
+class ShardedParams(Local):
+    """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
+
+    When the node asks for a range (`gather_`) or has a new one (`scatter_`), rank 0 exchanges rows
+    with the other ranks, which `follow` until its `release`. Fragments are ranges of whole
+    parameters, so payloads, blocks of the codecs and digests do not depend on the number of ranks.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment], ranks: RankGroup
+    ) -> None:
+        super().__init__(parameters)
+        self._fragments, self._ranks = tuple(fragments), ranks
+        self._own = {name: row_range(parameter) for name, parameter in parameters.items()}
+        # the exchanges of several fragments ask from threads of their own
+        self._lock = threading.Lock()
+        # Of their own, because the ranks' other collectives run in another thread.
+        self._words = ranks.new_group("gloo")
+        self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
+        self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
+        dist.all_gather_object(self._rows, self._own, group=self._words)
+        self.is_whole = self._own == {key: (0, one.numel()) for key, one in parameters.items()}
+
+    def of_process(self, name: str) -> Tensor:
+        return local_tensor(self.tensors[name].detach())
+
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
+        stop = start + out.numel()
+        parts = self._senders(fragment, start, stop)
+        with self._lock:
+            if any(parts[1:]):
+                self._say(GATHER, fragment.index, start, stop)
+            for at, own in parts[0]:
+                self._read(own, out[at : at + own.numel])
+            for rank, theirs in enumerate(parts[1:], 1):
+                if theirs:
+                    values, pieces = self._empty(theirs)
+                    dist.recv(values, src=rank, group=self._values)
+                    for (at, part), piece in zip(theirs, pieces, strict=True):
+                        out[at : at + part.numel].copy_(piece)
+
+    def gathered(self, buffer: Tensor, fragment: Fragment, start: int) -> Tensor:
+        self.gather_(buffer, fragment, start)
+        return buffer
+
+    @torch.no_grad()
+    def scatter_(self, fragment: Fragment, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        with self._lock:
+            self._say(SCATTER, fragment.index, start, stop)
+            staging = self._staging(fragment, start, stop)
+            sent = values.to(self._ranks.device) if staging is None else staging.sent(values)
+            dist.broadcast(sent, src=0, group=self._values)
+            self._write(sent, fragment, start, stop)
+
+    def release(self) -> None:
+        """The other ranks need not follow any more, for now."""
+        with self._lock:
+            self._say(RELEASE, 0, 0, 0)
+
+    def _say(self, *words: int) -> None:
+        dist.broadcast(torch.tensor(words, device="cpu"), src=0, group=self._words)
+
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Send and take rows as rank 0 says, until it says `release`."""
+        words = torch.zeros(4, dtype=torch.int64)
+        while True:
+            dist.broadcast(words, src=0, group=self._words)
+            what, index, start, stop = words.tolist()
+            if what == RELEASE:
+                return
+            if what == SCATTER:
+                values = torch.empty(stop - start, dtype=torch.float32, device=self._ranks.device)
+                dist.broadcast(values, src=0, group=self._values)
+                self._write(values, self._fragments[index], start, stop)
+                continue
+            mine = self._senders(self._fragments[index], start, stop)[self._ranks.rank]
+            if mine:
+                values, pieces = self._empty(mine)
+                for (_, part), piece in zip(mine, pieces, strict=True):
+                    self._read(part, piece)
+                dist.send(values, dst=0, group=self._values)
+
+    # -- who has what ------------------------------------------------------------------------------
+
+    def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
+        """What each rank gives of [start, stop), as `Fragment.locate`: the first that has it."""
+        found: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
+        for offset, piece in fragment.locate(start, stop):
+            at = piece.start
+            for rank, rows in enumerate(self._rows):
+                begin, end = rows[piece.name]
+                if begin <= at < min(end, piece.stop):
+                    part = Slice(piece.name, at, min(end, piece.stop))
+                    found[rank].append((offset + at - piece.start, part))
+                    at = part.stop
+            assert at == piece.stop, f"no rank has {piece.name} from element {at} on"
+        return found
+
+    def _empty(self, parts: Sequence[tuple[int, Slice]]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Memory for these parts, one behind the other, and its pieces."""
+        numels = [part.numel for _, part in parts]
+        values = torch.empty(sum(numels), dtype=torch.float32, device=self._ranks.device)
+        return values, torch.split(values, numels)
+
+    # -- this rank's rows --------------------------------------------------------------------------
+
+    def _read(self, part: Slice, into: Tensor) -> None:
+        begin, _ = self._own[part.name]
+        read_(into, self.of_process(part.name), part.start - begin)
+
+    def _write(self, values: Tensor, fragment: Fragment, start: int, stop: int) -> None:
+        for offset, piece in fragment.locate(start, stop):
+            begin, end = self._own[piece.name]
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            if first < last:
+                at = offset + first - piece.start
+                write_(self.of_process(piece.name), first - begin, values[at : at + last - first])

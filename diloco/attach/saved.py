@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from diloco.attach.attachment import Attachment
 from diloco.attach.devices import random_states, restore_random
+from diloco.attach.optimizer import CombinedOptimizer, kind_of
+from diloco.attach.parameters import full_tensor, load_rows_, sharded_like
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers
-from diloco.attach.sharded import full_tensor, load_rows_, sharded_like
-from diloco.attach.unwrap import CombinedOptimizer, kind_of
 from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError, PayloadError
 from diloco.messages.heads import Book, Head

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from diloco.attach.unwrap import parts_of
+from diloco.attach.optimizer import parts_of
 from diloco.errors import ConfigError
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer

@@ -29,12 +29,12 @@ from diloco.attach import devices
 from diloco.attach.arguments import PeerArguments, as_typed, check_names, network_of, outer_of
 from diloco.attach.attachment import Attachment
 from diloco.attach.data_shard import ActivePeers, shard
-from diloco.attach.parameters import TrainedParams
+from diloco.attach.optimizer import kind_of, unwrap_optimizer
+from diloco.attach.parameters import TrainedParams, unwrap_model
 from diloco.attach.program import Program
 from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import LoopCheckpoints, PeerState
 from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
-from diloco.attach.unwrap import kind_of, unwrap_model, unwrap_optimizer
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.files import fragments_of
 from diloco.errors import CheckpointError, ConfigError
@@ -238,7 +238,7 @@ class Swarm:
                 self._checkpoints = LoopCheckpoints(Path(checkpoints), model, optimizer, ranks)
                 stack.callback(self._checkpoints.close)
                 saved = self._load(self._checkpoints, followed)
-            parameters.check_start(optimizer, program.on_event)
+            parameters.check_start(kind_of(optimizer), optimizer.param_groups, program.on_event)
             if ranks.is_rank0:
                 with as_typed(peer.typed):
                     state = saved.saved if isinstance(saved, PeerState) else saved

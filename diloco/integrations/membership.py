@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco.attach.data_shard import ActivePeers, shard
+from diloco.attach.parameters import restored_after
 from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import Groups, PeerState
-from diloco.attach.sharded import restored_after
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError, JoinError
 from diloco.integrations.batches import order_by_, remedy, tokens_of

@@ -1,6 +1,6 @@
 """The local parameters of a peer, as a replica reads and writes them: by ranges of fragments.
 
-`Local` has whole tensors of this process; `attach.sharded` has rows of them. On the CPU parameters
+`Local` has whole tensors of this process; `attach.ranks` has rows of them. On the CPU parameters
 are read and written where they are. On an accelerator, copies run while it computes and this
 process encodes:
 

@@ -18,7 +18,6 @@ import torch
 
 from diloco import data
 from diloco import model as models
-from diloco.attach.inner_optimizer import inner_optimizer
 from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import Config
@@ -44,6 +43,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
+from diloco.train.optimizer import inner_optimizer
 from diloco.train.reporter import Reporter
 
 LOGS = ("metrics.jsonl", "events.jsonl", "summary.json", "contributions.csv", "loss.png")

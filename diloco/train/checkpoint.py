@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.attach.parameters import full_tensor, load_rows_
 from diloco.attach.saved import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
-from diloco.attach.sharded import full_tensor, load_rows_
 from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
 from diloco.data import BatchStream

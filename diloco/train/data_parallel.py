@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.parameters import full_tensor
 from diloco.attach.ranks import RankGroup
-from diloco.attach.sharded import full_tensor
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 

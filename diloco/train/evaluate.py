@@ -47,7 +47,7 @@ def evaluate(
         )
     total = torch.zeros((), dtype=torch.float64)
     ranks = ranks or RankGroup(torch.device(device))
-    rank, size = ranks.batch_slice
+    rank, size = ranks.rank, ranks.size
     with models.evaluating(model):
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.attach.parameters import full_tensor
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import swarm_steps
-from diloco.attach.sharded import full_tensor
 from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import BatchStream

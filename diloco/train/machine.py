@@ -23,7 +23,6 @@ from torch import nn
 
 from diloco import model as models
 from diloco.attach import devices
-from diloco.attach.inner_optimizer import moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, ModelConfig, OuterConfig
 from diloco.core.settings import ProtocolSettings
@@ -34,6 +33,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OUTER_OPTIMIZERS
 from diloco.text import human_count
 from diloco.train.gradients import autocast
+from diloco.train.optimizer import moment_numel
 
 GIB = 2**30
 FP32 = 4

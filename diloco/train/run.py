@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from diloco import data
 from diloco import model as models
 from diloco.attach import devices
-from diloco.attach.inner_optimizer import inner_optimizer
-from diloco.attach.parameters import values_digest
+from diloco.attach.parameters import full_tensor, values_digest
 from diloco.attach.program import watch
 from diloco.attach.ranks import RankGroup
-from diloco.attach.sharded import full_tensor
 from diloco.attach.swarm import Swarm
 from diloco.config import Config, flatten
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
@@ -52,6 +50,7 @@ from diloco.train.data_parallel import DataParallel
 from diloco.train.gradients import precision_of, prepare_
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
+from diloco.train.optimizer import inner_optimizer
 from diloco.train.reporter import Reporter, token_share
 
 Tell = Callable[[Report], None]
@@ -206,7 +205,7 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
 
 def _stream(config: Config, dataset: data.Dataset, ranks: RankGroup, sync: Sync) -> data.Prefetched:
     """Leased units, where peers share one list of them and nobody has cut it into shards."""
-    size, rows = config.inner.batch_size, ranks.batch_slice
+    size, rows = config.inner.batch_size, (ranks.rank, ranks.size)
     shard, shards = config.data.shard, config.data.shards
     if isinstance(sync, DataParallel):
         stream = dataset.batches(size, shard=ranks.rank, shards=ranks.size)

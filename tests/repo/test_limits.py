@@ -14,7 +14,7 @@ CEILINGS = {
     "lines of code of the longest function": 60,
     "lines of the longest module": 400,
     "modules of more than 400 lines": 0,
-    "modules of the largest room": 15,
+    "modules of the largest room": 13,
     "comments that switch the formatter off": 0,
 }
 TWICE = set[str]()  # names of classes that may be in two modules

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 
+from diloco.attach.optimizer import CombinedOptimizer
 from diloco.attach.saved import flatten_schedules, restore_schedules
 from diloco.attach.schedulers import ScheduledStep, Schedulers, StepHooks, swarm_steps
-from diloco.attach.unwrap import CombinedOptimizer
 from diloco.errors import ConfigError
 from tests.support.loops import Loop, train
 

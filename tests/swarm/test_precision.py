@@ -16,7 +16,7 @@ from torch import nn
 from diloco.config import compose
 from diloco.attach.ranks import RankGroup
 from diloco.train.gradients import LossScale, autocast
-from diloco.attach.sharded import local_tensor
+from diloco.attach.parameters import local_tensor
 
 config = compose(["train.precision=fp16"])
 ranks = RankGroup.from_environment("cpu", sys.argv[1])

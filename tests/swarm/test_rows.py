@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-from diloco.attach.parameters import TrainedParams
-from diloco.attach.ranks import RankGroup
-from diloco.attach.sharded import (
-    ShardedParams,
+from diloco.attach.parameters import (
+    TrainedParams,
     full_tensor,
     has_row_layout,
     local_tensor,
@@ -24,6 +22,7 @@ from diloco.attach.sharded import (
     row_range,
     sharded_like,
 )
+from diloco.attach.ranks import RankGroup, ShardedParams
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.fragments import partition

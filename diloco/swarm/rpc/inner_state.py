@@ -6,7 +6,7 @@
 
 No digest says that the moments are right, as those of no two peers are equal. So donors are drawn
 at random, and whoever takes a state over bounds its first moments by its second ones
-(`attach.inner_optimizer`).
+(`attach.optimizer`).
 """
 
 from __future__ import annotations

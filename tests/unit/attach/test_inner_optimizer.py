@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.attach import inner_optimizer as inner
-from diloco.attach.inner_optimizer import Muon, inner_optimizer, load_moments_, snapshot
+from diloco.attach.optimizer import CombinedOptimizer, load_moments_, snapshot
 from diloco.attach.saved import flatten_optimizer, restore_optimizer
-from diloco.attach.unwrap import CombinedOptimizer
 from diloco.config import compose
+from diloco.train import optimizer as inner
+from diloco.train.optimizer import Muon, inner_optimizer
 
 
 class Net(nn.Module):

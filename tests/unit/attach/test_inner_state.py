@@ -12,19 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.attach import inner_optimizer as inner
-from diloco.attach.inner_optimizer import (
-    bound_moments_,
-    inner_optimizer,
-    layout_of,
-    load_moments_,
-    snapshot,
-)
+from diloco.attach import optimizer as inner
+from diloco.attach.optimizer import bound_moments_, layout_of, load_moments_, snapshot
 from diloco.attach.swarm import Attachment
 from diloco.config import compose
 from diloco.sim.run import Simulated
 from diloco.swarm.rpc import inner_state as donors
 from diloco.swarm.rpc.inner_state import InnerState
+from diloco.train.optimizer import inner_optimizer
 from tests.support.extensions import LION
 from tests.support.peers import events, json_lines
 from tests.support.simulated import digests

@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.parameters import TrainedParams, buffer_digests, values_digest
+from diloco.attach.parameters import (
+    TrainedParams,
+    buffer_digests,
+    named,
+    unwrap_model,
+    values_digest,
+)
 from diloco.attach.swarm import Swarm
-from diloco.attach.unwrap import named, unwrap_model
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
 from diloco.outer.codecs import CODECS
@@ -120,7 +125,7 @@ def test_parameters_that_stay_are_named() -> None:
     decays = {name: 0.1 * (name == "decayed") for name in names if name != "still"}
     groups = [{"params": [model[name]], "weight_decay": decay} for name, decay in decays.items()]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    trained.check_start(optimizer, tell)
+    trained.check_start("SGD", optimizer.param_groups, tell)
     trained.remember()
     for name, one in model.items():
         one.grad = torch.ones(300) if name == "a" else torch.zeros(300)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.unwrap import unwrap_optimizer
+from diloco.attach.optimizer import unwrap_optimizer
 from diloco.errors import ConfigError
 
 Params = list[nn.Parameter]

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import diloco
+from diloco.attach.optimizer import unwrap_optimizer
+from diloco.attach.parameters import unwrap_model
 from diloco.attach.schedulers import ScheduledStep
-from diloco.attach.unwrap import unwrap_model, unwrap_optimizer
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive

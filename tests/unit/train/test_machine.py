@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from diloco import model as models
-from diloco.attach.inner_optimizer import inner_optimizer, moment_numel
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, compose
 from diloco.errors import ConfigError
 from diloco.train.machine import GIB, Machine, Row, fit_to_memory, memory_need, memory_rows
+from diloco.train.optimizer import inner_optimizer, moment_numel
 
 PLAIN = ["outer.robust=none", "outer.codec_up=fp32", "outer.codec_down=fp32"]
 PLAIN += ["inner=adamw", "outer.fragments=4"]

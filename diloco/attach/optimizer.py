@@ -1,17 +1,19 @@
-"""The plain model and the plain optimizer inside what libraries wrap around them.
+"""The optimizer of a loop: the plain one inside what libraries wrap around it, several as one, and
+the state with which that of a late peer starts.
 
-What has no plain inside is refused, and so is an optimizer that would undo what it gets from the
-swarm: one with masters, an average of the parameters, or slow weights to which it returns. Nothing
-would fail, so it is tried out on small copies whether a change of the parameters stays.
+An optimizer is refused that would undo what it gets from the swarm: one with masters, an average of
+the parameters, or slow weights to which it returns. Nothing would fail, so it is tried out on small
+copies whether a change of the parameters stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,87 +21,20 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from diloco.attach.devices import forked_random
+from diloco.attach.parameters import TORCHRUN, is_sharded, load_rows_
+from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 
-# of torch.compile, of activation checkpoints, and of Lightning's Fabric
-INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 # wrap, and change no parameter
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-TORCHRUN = "share the model with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
-NOT_TRIED = ("torch.optim", "diloco.attach")
+NOT_TRIED = ("torch.optim.", "diloco.")
 MOST = 1 << 18  # elements of a group that are copied
 # steps before the change, and after it; slow weights come back every 5 to 10 steps
 BEFORE, AFTER = 3, 12
 STAYS = 0.75  # of the change, at least
-
-
-# -- models ----------------------------------------------------------------------------------------
-
-
-def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model inside what is around it; of several, a list of them.
-
-    Raises `ConfigError` for FSDP1 and DeepSpeed.
-    """
-    if isinstance(model, list | tuple):
-        several = [unwrap_model(one) for one in model]
-        return several[0] if len(several) == 1 else nn.ModuleList(several)
-    while True:
-        name = type(model).__name__
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model={name} is no torch.nn.Module; attach one, or several in a list"
-            )
-        if "deepspeed" in type(model).__module__:
-            raise ConfigError(f"model={name}: DeepSpeed keeps the parameters to itself; {TORCHRUN}")
-        if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
-            raise ConfigError(f"model={name}: FSDP1 makes flat parameters of it; {TORCHRUN}")
-        inside = _inside(model)
-        # beside them adapters may have parameters of their own
-        if inside is None or inside in ("base_model", "model"):
-            return model
-        model = getattr(model, inside)
-
-
-def _inside(module: Any) -> str | None:
-    """The submodule around which a module is wrapped, and whose names have no word of that."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return "module"
-    library = type(module).__module__
-    if library.startswith("peft."):
-        names: tuple[str, ...] = () if ".layer" in library else ("base_model", "model")
-    else:
-        names = INSIDE
-    return next((name for name in names if name in getattr(module, "_modules", ())), None)
-
-
-def unwrapped_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer as if nothing in the model were wrapped."""
-    at: Any = model
-    parts = []
-    for part in name.split("."):
-        if part != _inside(at):
-            parts.append(part)
-        at = getattr(at, part, None)
-    return ".".join(parts)
-
-
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a model, by names that do not depend on wrappers."""
-    return ((unwrapped_name(model, name), one) for name, one in model.named_parameters())
-
-
-def class_name(model: nn.Module) -> str:
-    """The class of a plain model, or of each of several. FSDP2 derives one of its own from it."""
-    if isinstance(model, nn.ModuleList):
-        return " + ".join(map(class_name, model))
-    while (inside := _inside(model)) is not None:
-        model = getattr(model, inside)
-    kinds = type(model).__mro__
-    return next(one.__name__ for one in kinds if not one.__module__.startswith("torch.distributed"))
-
-
-# -- optimizers ------------------------------------------------------------------------------------
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
@@ -271,3 +206,161 @@ def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 def kind_of(optimizer: Optimizer) -> str:
     """Its class, or those of its parts."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
+# -- the state of a late joiner --------------------------------------------------------------------
+# The peer asks others for their inner state, where its optimizer is AdamW, Adam, Muon or SGD. When
+# nobody has any, or the optimizer is another one, it starts cold: its first H inner steps warm the
+# optimizer up. The swarm does not wait for them, and their tokens count as discarded.
+
+# A donor's moments are copied while it trains, so a first moment may be a step ahead of the second.
+TORN = 2.0
+MOMENTS: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+    getattr(torch.optim, "Muon", torch.optim.SGD): ("momentum_buffer",),  # since torch 2.9
+}
+
+
+def moments_of(kind: type) -> tuple[str, ...] | None:
+    """The tensors of an optimizer's state; a registered class says them itself."""
+    return MOMENTS.get(kind, getattr(kind, "moments", None))
+
+
+class InnerStateTransfer:
+    """The inner optimizer's state on its way in; `source` is `own` if a checkpoint has it."""
+
+    source: Literal["own", "donor", "cold"] = "own"
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent
+    ) -> None:
+        self._optimizer, self._ranks, self._on_event = optimizer, ranks, on_event
+
+    def set_source(self, setting: Literal["donor", "cold"], is_saved: bool) -> None:
+        """A saved peer has its own state, unless it was saved before the first step."""
+        if not (is_saved and any(part.state for part in parts_of(self._optimizer))):
+            self.source = setting
+
+    def fetch(
+        self, node: Node, runtime: Runtime, stopping: Callable[[], bool]
+    ) -> tuple[InnerState | None, bool]:
+        """A donor's state, if this peer comes late and somebody has one, and whether it starts
+        cold."""
+        if self.source == "own" or not runtime.call(node.wait_until_ready()):
+            return None, False
+        why = "swarm.inner_state=cold"
+        if self.source == "donor":
+            layout = layout_of(self._optimizer)
+            if layout is not None and not layout.names:
+                return None, False
+            state = None if layout is None else runtime.call(node.fetch_inner(layout))
+            if state is not None or stopping():
+                return state, False
+            unknown = f"{kind_of(self._optimizer)} keeps what is not known here"
+            why = "no donor has any" if layout else unknown
+        self._on_event("cold_start", {"why": why})
+        return None, True
+
+    def take_over_(self, state: InnerState | None) -> None:
+        """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
+        layout = layout_of(self._optimizer)
+        assert layout is not None, "ranks have different optimizers"
+        if state is None:
+            values = torch.empty(sum(layout.numels), dtype=torch.float32)
+            state = InnerState(layout, (1,) * layout.num_steps, values)
+        steps = tuple(int(step) for step in self._ranks.broadcast_floats(state.steps))
+        self._ranks.broadcast_(state.values)
+        bound_moments_(self._optimizer, state)
+        load_moments_(self._optimizer, InnerState(layout, steps, state.values))
+
+
+class _Slot(NamedTuple):
+    """What the optimizer keeps for one parameter."""
+
+    name: str
+    part: torch.optim.Optimizer
+    group: dict[str, Any]
+    parameter: Tensor
+    keys: tuple[str, ...]
+    has_step: bool
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
+    for number, part in enumerate(parts_of(optimizer)):
+        both = [(group, p) for group in part.param_groups for p in group["params"]]
+        trained = [(group, p) for group, p in both if p.requires_grad]
+        for index, (group, parameter) in enumerate(trained):
+            keys = () if group.get("momentum") == 0 else moments_of(type(part)) or ()
+            if group.get("amsgrad"):
+                keys = (*keys, "max_exp_avg_sq")
+            yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg_sq" in keys)
+
+
+def layout_of(optimizer: torch.optim.Optimizer) -> InnerLayout | None:
+    """The shape of its state once every parameter has had a gradient; None for unknown classes."""
+    if any(moments_of(type(part)) is None for part in parts_of(optimizer)):
+        return None
+    slots = list(_slots(optimizer))
+    names = tuple(f"{slot.name}.{key}" for slot in slots for key in slot.keys)
+    numels = tuple(slot.parameter.numel() for slot in slots for _ in slot.keys)
+    return InnerLayout(names, numels, sum(slot.has_step for slot in slots))
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
+    """A copy of its state, on the CPU.
+
+    None while some parameter has none, and where other ranks have parts of it.
+    """
+    layout, slots = layout_of(optimizer), list(_slots(optimizer))
+    if not layout or not layout.names or any(is_sharded(slot.parameter) for slot in slots):
+        return None
+    values, at, steps = torch.empty(sum(layout.numels), dtype=torch.float32), 0, []
+    for slot in slots:
+        state = slot.part.state.get(slot.parameter, {})  # not by index: the defaultdict would grow
+        for key in slot.keys:
+            if state.get(key) is None:
+                return None
+            values[at : at + slot.parameter.numel()].copy_(state[key].detach().reshape(-1))
+            at += slot.parameter.numel()
+        if slot.has_step:
+            steps.append(int(state["step"]))
+    return InnerState(layout, tuple(steps), values)
+
+
+@torch.no_grad()
+def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+    """Copy a state into the optimizer, with the dtypes and devices that torch would choose."""
+    assert state.layout == layout_of(optimizer), "a state of another layout"
+    values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
+    for slot in _slots(optimizer):
+        parameter, kept = slot.parameter, slot.part.state[slot.parameter]
+        if slot.has_step:
+            beside = slot.group.get("capturable") or slot.group.get("fused")
+            device = parameter.device if beside else torch.device("cpu")
+            kept["step"] = torch.tensor(float(next(steps)), dtype=torch.float32, device=device)
+        for key in slot.keys:
+            kept[key] = torch.empty_like(parameter, memory_format=torch.preserve_format)
+            load_rows_(kept[key], next(values))
+
+
+@torch.no_grad()
+def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+    """Clamp first moments that no Adam can have beside its second ones.
+
+    m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and
+    Schwarz |m| <= (1 - b1) sqrt(v) / sqrt((1 - b2) (1 - b1^2 / b2)), if b1^2 < b2. A foreign state
+    then moves nothing far. Honest moments stay as they are, also where a copy was torn between two
+    steps (`TORN`). Momentum without second moments has no such bound.
+    """
+    values = iter(torch.split(state.values, list(state.layout.numels)))
+    for slot in _slots(optimizer):
+        kept = {key: next(values) for key in slot.keys}
+        if "exp_avg_sq" not in kept:
+            continue
+        b1, b2 = slot.group["betas"]
+        if b1**2 < b2 < 1:
+            factor = TORN * (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))
+            most = kept["exp_avg_sq"].sqrt().mul_(factor)
+            kept["exp_avg"].copy_(torch.clamp(kept["exp_avg"], -most, most))

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Fixtures of several folders.
-pytest_plugins = [f"tests.support.{name}" for name in ("data", "gates", "origins")]
+pytest_plugins = [f"tests.support.{name}" for name in ("coroutines", "data", "gates", "origins")]
 
 # A slow or busy machine must not fail a property: what is tested is the result.
 settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])

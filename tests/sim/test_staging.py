@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from diloco.messages.heads import Head
 from diloco.outer.codecs import CODECS
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import CHUNK, partition
-from diloco.outer.local import Local, staging_of, train_on_current_stream
+from diloco.outer.local import Local, Staging, staging_of, train_on_current_stream
 from diloco.outer.replica import Replica
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.runtime import NodeThread
@@ -34,11 +36,79 @@ from diloco.testing.fuzz.virtual import small_pieces
 from tests.support.alone import Alone
 from tests.support.core import ME, OTHER, D
 from tests.support.coroutines import turns, until
-from tests.support.stub_device import LazyDevice
 
 SHAPES = {"embed": (7, 5), "narrow": (6,), "turned": (4, 5), "scale": (), "head": (5, 7)}
 NUMELS = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LazyStream:
+    """Work that is done in order, as late as possible: when somebody waits for a place behind it.
+
+    Copies find what their source holds then.
+    """
+
+    def __init__(self, name: str, device: LazyDevice) -> None:
+        self.name, self.device, self.done = name, device, 0
+        self.work: list[Callable[[], object]] = []
+
+    def put(self, work: Callable[[], object]) -> None:
+        self.work.append(work)
+
+    def copy_(self, to: Tensor, source: Tensor) -> None:
+        self.put(lambda: to.copy_(source))
+
+    def record(self) -> LazyPlace:
+        return LazyPlace(self, len(self.work))
+
+    def wait(self, event: LazyPlace) -> None:
+        self.put(lambda: event.stream.run(event.at))
+
+    @torch.no_grad()
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self.done += 1
+            self.work[self.done - 1]()
+
+
+@dataclass
+class LazyPlace:
+    stream: LazyStream
+    at: int
+
+    def synchronize(self) -> None:
+        self.stream.device.on_wait(self.stream.name)
+        self.stream.run(self.at)
+
+
+class LazyDevice:
+    """A device that keeps up with nothing, made of tensors in main memory.
+
+    Attributes:
+        training: the stream in which a test puts the inner steps.
+        on_wait: called with the stream's name when this process is about to wait for it.
+        vectors: elements that copies on the device had, one after another.
+    """
+
+    def __init__(self) -> None:
+        self.training, self.side = LazyStream("training", self), LazyStream("side", self)
+        self.on_wait: Callable[[str], object] = lambda name: None
+        self.vectors: list[int] = []
+        pinned = lambda: torch.full((CHUNK,), torch.nan)  # noqa: E731
+        self.staging = Staging(self.training, self.side, self._empty, pinned)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.vectors.append(numel)
+        return torch.full((numel,), -1.0, dtype=dtype)
+
+    def local(self, parameters: dict[str, Tensor]) -> Local:
+        """Parameters as if they were on the device."""
+        return Local(parameters, lambda _: self.staging)
+
+    def finish(self) -> None:
+        """Do all that was put into the streams."""
+        for stream in (self.side, self.training):
+            stream.run(len(stream.work))
 
 
 class Case(NamedTuple):
@@ -93,26 +163,25 @@ def rounds(case: Case, device: LazyDevice | None = None) -> list[Tensor]:
     With a device, training goes on and the anchor moves while a payload is made; on the CPU both
     come after it.
     """
-    replica, found = case.replica(Local if device is None else device.local), list[Tensor]()
-    train = (lambda step: step()) if device is None else device.training.put
+    replica, found = case.replica(device.local if device else Local), list[Tensor]()
+    train = device.training.put if device else lambda step: step()
     for round_ in range(3):
         train(partial(inner_step, replica, round_))
         for fragment in range(case.fragments):
             go_on = partial(inner_step, replica, 100 + round_)
             moves = partial(move, replica, fragment, round_)
-            if device is None:
-                found.append(replica.capture(fragment))
-                moves()
-                train(go_on)
-            else:
+            if device:
                 assert replica.local.can_copy(replica.fragments[fragment])
                 assert replica.copy_local(fragment)
                 train(go_on)
                 device.on_wait = once(moves)
-                found.append(replica.capture(fragment))
+            found.append(replica.capture(fragment))
+            if not device:
+                moves()
+                train(go_on)
             assert not replica.capturing
             replica.load_local_([fragment], case.mixing)
-        if device is not None:
+        if device:
             device.finish()
         found += [*replica.residuals.values(), *replica.local.tensors.values()]
         found = [one.detach().clone() for one in found]
@@ -143,10 +212,9 @@ def test_what_is_handed_to_other_ranks_is_on_the_device() -> None:
 
 
 class FakeStream:
-    """In place of `torch.Stream`, where there is none: it says what it is asked for, and copies at
-    once."""
+    """In place of `torch.Stream`: it says what it is asked for, and copies at once."""
 
-    def __init__(self, device: torch.device, name: str = "side") -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
         self.device, self.name, self.log = device, name, list[str]()
 
     def __enter__(self) -> None:
@@ -273,8 +341,9 @@ class Sending:
         assert await self.node.exchange() is not None
 
     async def until_copied(self) -> None:
-        """Until the thread that encodes has the first copy."""
+        """Until the thread that encodes has the first copy, and whoever waits for it does."""
         await until(self.began.is_set)
+        await turns()
 
     async def until_sent(self) -> None:
         """Until all has been sent, of parameters that were one higher before an inner step."""
@@ -293,89 +362,74 @@ class Sending:
         return Apply(0, head, book, update, 1e9, 0)
 
 
-def sends(**outer: Any) -> Callable[[Callable[[Sending], Awaitable[None]]], Callable[[], None]]:
-    """Makes a test of what happens to a node that has learned something."""
-
-    def test_of(happens: Callable[[Sending], Awaitable[None]]) -> Callable[[], None]:
-        async def scene() -> None:
-            device = LazyDevice()
-            node = await Alone.made(local=device.local, **{"sync_every": 4, "overlap": 1, **outer})
-            await node.begin()
-            node.core.facts.shun(ME, 1e9)
-            sending = Sending(node, device)
-            sending.learn(1.0)
-            device.on_wait = sending.wait
-            device.vectors.clear()
-            await happens(sending)
-            assert await node.context.tasks.close(60.0) == []
-            assert not node.replica.capturing and not node.context.locks[0]._readers
-
-        def test() -> None:
-            with small_pieces(chunk=2):
-                asyncio.run(scene())
-
-        test.__doc__ = happens.__doc__
-        return test
-
-    return test_of
+@asynccontextmanager
+async def sends(**outer: Any) -> AsyncIterator[Sending]:
+    """A node that has learned something; it closes well."""
+    device = LazyDevice()
+    with small_pieces(chunk=2):
+        node = await Alone.made(local=device.local, **{"sync_every": 4, "overlap": 1, **outer})
+        await node.begin()
+        node.core.facts.shun(ME, 1e9)
+        sending = Sending(node, device)
+        sending.learn(1.0)
+        device.on_wait = sending.wait
+        device.vectors.clear()
+        yield sending
+        assert await node.context.tasks.close(60.0) == []
+        assert not node.replica.capturing and not node.context.locks[0]._readers
 
 
-@sends()
-async def test_training_goes_on_while_the_payload_is_made(sending: Sending) -> None:
+async def test_training_goes_on_while_the_payload_is_made() -> None:
     """And the anchor stays."""
-    await sending.send()
-    assert sending.replica.capturing and sending.device.vectors == [6]
-    sending.learn(41.0)
-    target = torch.full((6,), 3.0)
-    moving = asyncio.create_task(sending.node.anchors.apply(sending.moves(target)))
-    await sending.until_copied()
-    await turns()
-    assert sending.node.context.locks[0]._readers == 1 and sending.control.tip.head.number == 0
-    assert not sending.control.pool
-    sending.go_on.set()
-    await moving
-    await sending.until_sent()
-    assert torch.equal(sending.replica.anchors[0], target) and not sending.replica.capturing
+    async with sends() as sending:
+        await sending.send()
+        assert sending.replica.capturing and sending.device.vectors == [6]
+        sending.learn(41.0)
+        target = torch.full((6,), 3.0)
+        moving = asyncio.create_task(sending.node.anchors.apply(sending.moves(target)))
+        await sending.until_copied()
+        assert sending.node.context.locks[0]._readers == 1
+        assert sending.control.tip.head.number == 0 and not sending.control.pool
+        sending.go_on.set()
+        await moving
+        await sending.until_sent()
+        assert torch.equal(sending.replica.anchors[0], target) and not sending.replica.capturing
 
 
-@sends()
-async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing(
-    sending: Sending,
-) -> None:
-    await sending.send()
-    closing = asyncio.create_task(sending.node.context.tasks.close(60.0))
-    await sending.until_copied()
-    await turns()
-    assert not closing.done(), "the thread still reads the copy"
-    sending.go_on.set()
-    assert await closing == [] and not sending.control.pool
+async def test_a_node_that_is_closed_while_a_payload_is_made_leaves_nothing() -> None:
+    async with sends() as sending:
+        await sending.send()
+        closing = asyncio.create_task(sending.node.context.tasks.close(60.0))
+        await sending.until_copied()
+        assert not closing.done(), "the thread still reads the copy"
+        sending.go_on.set()
+        assert await closing == [] and not sending.control.pool
 
 
-@sends()
-async def test_without_memory_for_a_copy_training_waits(sending: Sending) -> None:
+async def test_without_memory_for_a_copy_training_waits() -> None:
     """Until the payload is made."""
 
     def no_memory(numel: int, dtype: torch.dtype) -> Tensor:
         raise torch.OutOfMemoryError
 
-    sending.device.staging.empty = no_memory
-    going = asyncio.create_task(sending.send())
-    await sending.until_copied()
-    await turns()
-    assert not going.done()
-    sending.go_on.set()
-    await going
-    sending.learn(41.0)
-    await sending.until_sent()
+    async with sends() as sending:
+        sending.device.staging.empty = no_memory
+        going = asyncio.create_task(sending.send())
+        await sending.until_copied()
+        assert not going.done()
+        sending.go_on.set()
+        await going
+        sending.learn(41.0)
+        await sending.until_sent()
 
 
-@sends(codec_up="fp16", error_feedback=1.0)
-async def test_a_checkpoint_has_the_residual_of_a_whole_payload(sending: Sending) -> None:
-    sending.learn(2.0**-20)  # is lost
-    await sending.send()
-    saving = asyncio.create_task(sending.node.snapshot(copies=True))
-    # nothing else waits there before the payload is made
-    await until(lambda: sending.node.context.tasks._waiting)
-    sending.go_on.set()
-    saved = await saving
-    assert saved.residuals[0].tolist() == [2.0**-20] * 6
+async def test_a_checkpoint_has_the_residual_of_a_whole_payload() -> None:
+    async with sends(codec_up="fp16", error_feedback=1.0) as sending:
+        sending.learn(2.0**-20)  # is lost
+        await sending.send()
+        saving = asyncio.create_task(sending.node.snapshot(copies=True))
+        # nothing else waits there before the payload is made
+        await until(lambda: sending.node.context.tasks._waiting)
+        sending.go_on.set()
+        saved = await saving
+        assert saved.residuals[0].tolist() == [2.0**-20] * 6

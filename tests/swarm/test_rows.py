@@ -25,11 +25,11 @@ from diloco.attach.parameters import (
 from diloco.attach.ranks import RankGroup, ShardedParams
 from diloco.config import OuterConfig
 from diloco.errors import ConfigError
-from diloco.outer.fragments import partition
+from diloco.outer.fragments import CHUNK, partition
+from diloco.outer.local import AtOnce, Staging
 from diloco.outer.replica import Replica
 from tests.support.peers import command
 from tests.support.slow import slow
-from tests.support.stub_device import at_once
 
 SHAPES = {"even": (8, 3), "uneven": (3, 5), "one": (1, 3)}
 SHAPES |= {"cut": (7, 4099), "long": (300, 1000), "vector": (6,)}
@@ -92,7 +92,14 @@ def rank(kind: str, place: Path) -> None:
     rows = ShardedParams(parameters, fragments, ranks)
     assert rows.is_whole == (kind != "fsdp")
     assert rows.shapes == {name: torch.Size(shape) for name, shape in SHAPES.items()}
-    staging = at_once() if kind == "staged" else None
+    stream = AtOnce()
+    at_once = Staging(
+        stream,
+        stream,
+        lambda numel, dtype: torch.empty(numel, dtype=dtype),
+        lambda: torch.empty(CHUNK),
+    )
+    staging = at_once if kind == "staged" else None
     rows._staging = lambda *_: staging  # type: ignore[method-assign]
     if ranks.is_rank0:
         replica = Replica(rows, fragments, SETTINGS)

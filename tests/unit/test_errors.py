@@ -12,7 +12,6 @@ import pytest
 
 from diloco import errors
 from diloco.errors import SwarmError, guard
-from diloco.messages.codec import Refusal, decode, encode
 from tests.support.places import PACKAGE
 
 EXIT_CODES = {"DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2}
@@ -76,13 +75,8 @@ def test_the_module_imports_nothing_but_the_standard_library() -> None:
 
 
 def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\u202emil|hs"
-    refusal = decode(encode(Refusal(reason=hostile)))
-    assert isinstance(refusal, Refusal)
-    for said in (refusal.reason, hostile):
-        assert failing(SwarmError(f"refused: {said}")) == 3
-        assert capsys.readouterr().err == "diloco: error: refused: ]0;owned [2J mil|hs\n"
-    assert refusal.reason.isprintable()
+    assert failing(SwarmError("refused: \x1b]0;owned\x07\x1b[2J\u202emil|hs")) == 3
+    assert capsys.readouterr().err == "diloco: error: refused: ]0;owned [2J mil|hs\n"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +87,9 @@ def test_what_a_terminal_lacks_is_written_in_plain_characters(
 ) -> None:
     """Also names of files, which Python opens in UTF-8 mode."""
     code = (
-        "import sys; from diloco.errors import *; from diloco.text import BARS; in_utf8(); from"
-        " pathlib import Path; guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"
-        " Path('\\xfc').write_text(''); guard(lambda: Path('\\xfc/x').read_text())"
+        "from diloco.errors import *; from diloco.text import BARS; from pathlib import Path;"
+        "in_utf8(); guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"
+        "Path('\\xfc').write_text(''); guard(lambda: Path('\\xfc/x').read_text())"
     )
     old = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment, command = {**os.environ, **old, **variables}, [sys.executable, "-c", code]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -158,24 +157,3 @@ def test_an_event_names_peers_and_moves_no_cursor() -> None:
     lines = shown(replace(snapshot(2), events=[said]))
     assert lines[-2].endswith("ago  join  peer=worker-01 name= ]0;x")
     assert not any("\x1b" in one for one in lines)
-
-
-def test_watching_ends_when_an_answer_takes_the_cancellation() -> None:
-    seen, asked = snapshot(2), asyncio.Event()
-
-    class Slow:
-        async def ask(self) -> Snapshot:
-            assert not asked.is_set(), "it goes on asking"
-            asked.set()
-            # as a wait_for does that is just done
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            return seen
-
-    async def watch() -> None:
-        watching = asyncio.ensure_future(command._watch(cast(SwarmWatcher, Slow()), seen))
-        await asked.wait()
-        watching.cancel()
-        await watching
-
-    asyncio.run(watch())

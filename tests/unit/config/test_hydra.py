@@ -27,18 +27,12 @@ COMMANDS = [
     ("diloco train outer.lr=0.5 --cfg job -p outer.lr", "0.5"),
     (f"diloco train +{DROPOUT}=0.1 --cfg job -p {DROPOUT}", "0.1"),
     ("diloco train 'sim.step_s=[1,2]' local.peers=2 --cfg job -p sim.step_s", "- 1.0\n- 2.0"),
-    (
-        "diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir",
-        "runs/north-diloco",
-    ),
+    ("diloco train 'run.dir=runs/${oc.env:LAB}-${run.id}' --cfg job -p run.dir", "north-diloco"),
     ("diloco train model=14m --cfg job -p model.name", "14m"),
     ("diloco train 'experiment=[smoke,night]' --cfg job -p eval.every", "7"),
     ("diloco train train=h100 --cfg job -p train.threads", "3"),
     ("diloco train --config-dir shared wandb=team --cfg job -p wandb.project", "team"),
-    (
-        "diloco local outer.lr=1,2",
-        "! outer.lr=1,2 is several values; give one value, or a list in brackets",
-    ),
+    ("diloco local outer.lr=1,2", "! outer.lr=1,2 is several values; give one value, or a list"),
     ("diloco local -m outer.lr=1,-1", "! outer.lr=-1 is out of range"),
     ("diloco sweep outer.lr=0.5,0.7 'run.seed=range(0,2)' --dry-run", r"(to run .*\n){4}"),
     (
@@ -46,10 +40,7 @@ COMMANDS = [
         r"(to run .*model=tiny.*\n){2}",
     ),
     ("diloco sweep experiment=lr-sweep --dry-run", r"(to run .*\n){4}"),
-    (
-        "diloco local hydra.run.dir=x",
-        "! hydra.run.dir has no effect; drop it .diloco sweep tries every combination",
-    ),
+    ("diloco local hydra.run.dir=x", "! hydra.run.dir has no effect; drop it .diloco sweep tries "),
 ]
 
 

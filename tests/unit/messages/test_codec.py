@@ -60,10 +60,8 @@ def offer(*line: Any) -> bytes:
     return with_(Offer(LINE), line=line)
 
 
-MANY = {f"k{n}": 0 for n in range(50_000)}
 HEARS, TIPS = b"\x82\xa4kind\xa6status\xa5hears", b"\x82\xa4kind\xa6status\xa4tips"
 MILLION, BILLIONS = b"\xdd\x00\x0f\x00\x00", b"\xff\xff\xff\xff"
-CLOCK = b"\x82\xa4kind\xa6status\xa5steps\xc7\x0c\xff" + b"\xff" * 12  # a msgpack timestamp
 *START, NORM, ROOT, _, _ = msgspec.structs.astuple(LINE)
 WRONG: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "truncated"),
@@ -76,26 +74,20 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "a kind as long as a frame": (pack({"kind": "x" * 900_000}), "no kind is called xxx"),
     "an unknown field": (status(**{"lo\nud": 1}), "status: .*unknown field `lo ud`"),
     "an unknown field inside": (status(figures={"kind": "figures", "loud": 1}), "field `loud`"),
-    "50,000 unknown fields": (pack({"kind": "status", **MANY}), "unknown field `k0`"),
     "true for a number": (status(steps=True), r"Expected `int`, got `bool` - at `\$.steps`"),
     "infinity": (status(steps_per_s=math.inf), "Expected `float`"),
     "NaN in an array": (offer(*START, math.nan, ROOT), "Expected `float`"),
     "an array that is too long": (offer(*START, NORM, ROOT, "", b"", 1), "Expected `array`"),
     "a digest with a line break": (pack({"kind": "ask", "what": D + "\n"}), "matching regex"),
     "too many ranges": (status(units=[[2 * n, 2 * n + 1] for n in range(2000)]), "of length"),
-    "a range of three": (status(units=[[1, 2, 3]]), "Expected `array` of length 2"),
     "a map that is too long": (status(tips={n: 0 for n in range(100_000)}), "`object` of length"),
     "a map that announces 4 billion": (TIPS + b"\xdf" + BILLIONS, "truncated|length"),
-    "a list that announces 4 billion": (HEARS + b"\xdd" + BILLIONS, "truncated|length"),
-    "a million wrong items": (HEARS + MILLION + b"\x01" * 0xF0000, "Expected"),
     "a million items": (HEARS + MILLION + b"\xa0" * 0xF0000, "of length <="),
     "text that is no UTF-8": (b"\x82\xa4kind\xa3ask\xa4what\xa2\xff\xff", "utf-8"),
-    "a key that is no UTF-8": (b"\x82\xa4kind\xa3ask\xa2\xff\xff\xa0", "utf-8|unknown field"),
     "a key that is no text": (pack({"kind": "ask", 1: 2}), "Expected `str`"),
     "nested deeply": (TIPS + b"\x91" * 100_000, "Expected|recursion"),
     "nested deeply in what is unknown": (b"\x82\xa1x" + b"\x91" * 900_000, "recursion"),
     "an extension": (status(steps=msgspec.msgpack.Ext(5, b"data")), "Expected `int`, got `ext`"),
-    "a wrong timestamp": (CLOCK, "Expected `int`, got `ext`"),
     "more than a frame": (bytes(MAX_FRAME_BYTES + 1), "over the limit"),
 }
 

@@ -145,14 +145,3 @@ def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_
     ]
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert all(one.training for one in model.modules())
-
-
-def test_rows_of_several_sequences_are_found_without_a_loss() -> None:
-    model = small().eval()
-    prepare_(model, compose(), ALONE.device)
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(3, -1)
-    with torch.no_grad():
-        packed = model(input_ids=TOKENS, position_ids=positions, use_cache=False).logits
-        alone = model(input_ids=TOKENS[:, 10:]).logits
-    # another kernel, with a mask
-    torch.testing.assert_close(packed[:, 10:], alone, rtol=0, atol=1e-5)

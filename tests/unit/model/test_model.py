@@ -79,17 +79,10 @@ def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
     assert ours == pytest.approx(math.log(256), abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [
-        ("tiny", 869_504),
-        ("14m", 14e6),
-        ("60m", 60e6),
-        ("150m", 150e6),
-        ("400m", 400e6),
-        ("1b", 1.1e9),
-    ],
-)
+SIZES = {"tiny": 869_504, "14m": 14e6, "60m": 60e6, "150m": 150e6, "400m": 400e6, "1b": 1.1e9}
+
+
+@pytest.mark.parametrize(("preset", "parameters"), SIZES.items())
 def test_every_preset_has_the_size_of_its_name(preset: str, parameters: float) -> None:
     with torch.device("meta"):
         model = models.outline(compose([f"model={preset}", "data.sequence_length=1024"]).model)

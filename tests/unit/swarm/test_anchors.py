@@ -70,17 +70,6 @@ def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
     alone(scene)
 
 
-def test_a_checkpoint_of_copies_holds_up_nobody() -> None:
-    async def scene(node: Alone) -> None:
-        await node.learn()
-        saved = await node.snapshot(copies=True)
-        await node.learn()
-        assert node.clock() == (2, 20) and saved.steps == 1
-        assert torch.equal(saved.anchors[0], torch.arange(6.0) - 1.0)
-
-    alone(scene)
-
-
 def test_a_version_that_the_core_drops_is_not_in_the_next_one() -> None:
     async def scene(node: Alone) -> None:
         merge, facts = node.anchors.merge, node.core.facts

@@ -75,23 +75,3 @@ async def test_filling_goes_on_after_a_deadline() -> None:
         other.write(b"\x05")
         await filling.wait()
         assert out == bytes([1, 2, 3, 4, 5])
-
-
-async def test_both_directions_at_once() -> None:
-    """More than the sockets hold: a writer that waits is told when it may go on."""
-    async with two_ends() as (stream, other):
-        back = torch.zeros(5_000_000, dtype=torch.uint8)
-        out = torch.empty(2_000_000, dtype=torch.uint8)
-        receiving = asyncio.create_task(stream.receive_payload(out))
-        sending = asyncio.create_task(stream.send_payload(back))
-        other.write(bytes(1_000_000))
-        reader = asyncio.create_task(_take(other, back.numel()))
-        await asyncio.wait_for(sending, 20)
-        other.write(bytes(1_000_000))
-        await asyncio.wait_for(asyncio.gather(receiving, reader), 20)
-
-
-async def _take(writer: asyncio.StreamWriter, nbytes: int) -> None:
-    reader: asyncio.StreamReader = writer.transport.get_protocol()._stream_reader  # type: ignore
-    while nbytes > 0:
-        nbytes -= len(await reader.read(1 << 16))

@@ -204,14 +204,6 @@ class Asker:
         return await fetch_inner(self, layout, random.Random(seed))
 
 
-async def test_a_joiner_has_a_donor_s_moments() -> None:
-    asker = Asker(lambda: STATE)
-    join(asker.core, "p", steps_per_s=1.0)
-    found = await asker.fetch()
-    assert found is not None and torch.equal(found.values, STATE.values) and found.steps == (6,)
-    assert asker.notes == [("inner_state", {"from": "p", "seconds": 0.0, "bytes": 16})]
-
-
 async def test_donors_are_drawn_among_those_that_train_and_resumed_ones_come_last() -> None:
     asker = Asker(lambda: None)
     paces = {"slow": 0.5, "fast": 3.0, "other": 1.0, "liar": 1e6, "resumed": 0.0}

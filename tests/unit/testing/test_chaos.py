@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -26,17 +26,7 @@ PLAN = (
 
 def test_a_schedule_is_read_as_it_was_written() -> None:
     faults = parse(PLAN, 4)
-    assert [str(fault) for fault in faults] == [
-        "kill 2",
-        "join",
-        "stop 1",
-        "cont 1",
-        "partition 0,1|3,4",
-        "heal",
-        "slow 1 2mbit",
-        "restart 2",
-    ]
-    assert [fault.at for fault in faults] == [30, 35, 60, 65, 80, 90, 100, 104]
+    assert ",".join(f"{fault.at:.0f}:{fault}" for fault in faults) == PLAN.replace(", ", ",")
     assert faults[4].groups == ((0, 1), (3, 4)) and faults[4].named == (0, 1, 3, 4)
     assert parse("", 4) == []
     assert [fault.at for fault in parse("9.5:join, 2:kill 0", 2)] == [2, 9.5]
@@ -45,10 +35,7 @@ def test_a_schedule_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "5:explode 1",
-            "'5:explode 1' is no fault; expected SECOND:KIND ..., KIND of kill, stop, cont, ",
-        ),
+        ("5:explode 1", "'5:explode 1' is no fault; expected SECOND:KIND ..., KIND of kill, "),
         ("5:partition 0,1", "'5:partition 0,1' is wrong; expected 5:partition 0,1|2,3"),
         ("5:slow 1", "'5:slow 1' is wrong; expected 5:slow 1 2mbit"),
         ("5:slow 1 2", "'5:slow 1 2': '2' is not a rate such as 2mbit"),
@@ -67,11 +54,8 @@ def stay(peer: int, steps: list[float], outer: list[float], digest: str = "a", *
     accounts = [
         Account(at, 100 * number, {"0": f"{number}:{digest}"}) for number, at in enumerate(outer, 1)
     ]
-    summary: Mapping[str, Any] = {
-        "peers": [{"anchor_digest": digest}],
-        "outer_steps": len(outer),
-        "eval": {"loss": 2.0},
-    }
+    ends = {"outer_steps": len(outer), "eval": {"loss": 2.0}}
+    summary: Mapping[str, Any] = {"peers": [{"anchor_digest": digest}], **ends}
     known = {"started_at": 0.0, "ended_at": 100.0, "summary": summary, **more}
     return Stay(peer, **known, steps=steps, accounts=accounts)
 
@@ -80,29 +64,17 @@ def event(by: int, time: float, kind: str, **fields: Any) -> dict[str, Any]:
     return {"by": by, "time": time, "kind": kind, **fields}
 
 
-def log_of(*stays: Stay, events: Sequence[dict[str, Any]] = ()) -> Log:
-    return Log(
-        list(stays), list(events), {one.peer: {f"id{one.peer}"} for one in stays}, 10, begun_at=1.0
-    )
-
-
 def test_the_report_of_a_kill_names_what_it_cost() -> None:
     steps = [1.0, 2.0, 3.0, 4.0, 7.0, 8.0, 9.0]
-    survivor, killed = (
-        stay(0, steps, [3.5, 9.5]),
-        stay(1, steps[:4], [3.5], fate="kill", ended_at=4.5, exit=-9),
-    )
-    log = log_of(
-        survivor, killed, events=(event(0, 4.7, "lost", subject="id1"), event(0, 4.8, "takeover"))
-    )
-    happened = [
-        Happened(ScheduledFault(3.5, "kill", (1,)), 4.5),
-        Happened(ScheduledFault(7.5, "slow", (0,), value="1mbit"), 8.5, "no"),
-    ]
-    figures = report(log, happened)
-    kill, slow = figures["faults"]
+    killed = stay(1, steps[:4], [3.5], fate="kill", ended_at=4.5, exit=-9)
+    happened = [event(0, 4.7, "lost", subject="id1"), event(0, 4.8, "takeover")]
+    ids = {0: {"id0"}, 1: {"id1"}}
+    log = Log([stay(0, steps, [3.5, 9.5]), killed], happened, ids, 10, begun_at=1.0)
+    slow = Happened(ScheduledFault(7.5, "slow", (0,), value="1mbit"), 8.5, "no")
+    figures = report(log, [Happened(ScheduledFault(3.5, "kill", (1,)), 4.5), slow])
+    kill, skipped = figures["faults"]
     assert kill["detect_s"] == pytest.approx(0.2) and (kill["gap_s"], kill["gap_of"]) == (3.0, 0)
-    assert slow["skipped"] == "no" and "gap_s" not in slow
+    assert skipped["skipped"] == "no" and "gap_s" not in skipped
     assert (figures["takeovers"], figures["step_s"]) == (1, 1.0)
     assert figures["final_digests"] == ["a"] and figures["versions_unequal"] == []
     assert judge(figures) == []
@@ -118,15 +90,8 @@ def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
     for name in b"abcdefghij":
         pipe.push(0.0, bytes([name]) * 100_000)
     assert pipe.dropped == 5, "four tenths of a second wait, and one is on its way"
-    assert [len(pipe.pull(0.5 + 0.1 * number + 0.001)) for number in range(7)] == [
-        0,
-        1,
-        1,
-        1,
-        1,
-        1,
-        0,
-    ]
+    came = [len(pipe.pull(0.5 + 0.1 * number + 0.001)) for number in range(7)]
+    assert came == [0, 1, 1, 1, 1, 1, 0]
     pipe.push(9.0, b"x" * 100_000)
     assert pipe.next_at == pytest.approx(9.6), "the link was idle"
     slow = Pipe(0, Shape(rate=rate_bytes("1mbit")))
@@ -160,10 +125,8 @@ for _ in range(5):
 def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
     def trips(patience_s: float) -> list[float]:
         command = [*links.command(0), sys.executable, "-c", PING, links.address(1), str(patience_s)]
-        return [
-            float(line)
-            for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-        ]
+        shown = subprocess.run(command, capture_output=True, text=True).stdout
+        return [float(line) for line in shown.splitlines()]
 
     with closing(Links(os.getpid(), Shape(delay_s=0.02))) as links:
         links.add(0)
@@ -182,7 +145,5 @@ def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
                 assert len(trips(60)) == 5
             finally:
                 far.kill()
-    assert (
-        f"-{os.getpid()}-"
-        not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    )
+    left = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert f"-{os.getpid()}-" not in left

@@ -129,16 +129,6 @@ def test_what_was_not_sent_is_discarded_by_who_resumes(config: Config) -> None:
     assert (resumed.steps, resumed.tokens, resumed.discarded_tokens) == (7, 110, 15)
 
 
-def test_a_checkpoint_that_was_resumed_from_is_let_go(config: Config) -> None:
-    """While a file is mapped, its space on the disk is in use even after it is deleted."""
-    save(RunCheckpoints(config), model := nn.Linear(2, 2), alone(after_two_versions))
-    session = RunCheckpoints(config)
-    saved = session.swarm()
-    restored(session, model)
-    assert str(config.run.dir) not in Path("/proc/self/maps").read_text()
-    assert saved is not None and saved.anchors[0].isfinite().all(), "what it held is there"
-
-
 def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:
     file, other = config.run.dir / "address", config.run.dir / "other"
     for named, written in ((file, False), (other, True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +127,13 @@ class Loop:
         self.optimizer.step()
 
 
-def in_a_block(loop: Loop, work: Callable[[], None]) -> None:
-    with loop.swarm, loop.attach():
-        work()
-
-
-def opened(loop: Loop, work: Callable[[], None]) -> None:
-    loop.attach().open()
-    work()
-
-
-@pytest.mark.parametrize("way", [in_a_block, opened])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_loop_ends_with_a_goodbye(
-    way: Any, number: int, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_loop_ends_with_a_goodbye(number: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """In the program's own code at once, in a step after the step, and while it waits for
     others."""
     loop = Loop(tmp_path, monkeypatch)
-    with pytest.raises(SystemExit) as caught:
-        way(loop, lambda: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as caught, loop.swarm, loop.attach():
+        signal.raise_signal(number)
     assert caught.value.code == 128 + number
     assert loop.node.said.index("leave") < loop.node.said.index("close")
 
@@ -158,7 +145,8 @@ def test_a_loop_ends_with_a_goodbye(
 
     loop.optimizer.register_step_pre_hook(in_step)
     with pytest.raises(SystemExit):
-        way(loop, loop.step)
+        loop.attach().open()
+        loop.step()
     assert "leave" in loop.node.said and not torch.equal(loop.model.weight, stepped)
 
     loop = Loop(tmp_path, monkeypatch)
@@ -167,8 +155,8 @@ def test_a_loop_ends_with_a_goodbye(
         signal.raise_signal(number)
 
     loop.node.begin = begin  # type: ignore[assignment, method-assign]
-    with pytest.raises(SystemExit):
-        way(loop, lambda: pytest.fail("it trains"))
+    with pytest.raises(SystemExit), loop.swarm, loop.attach():
+        pytest.fail("it trains")
     assert "leave" in loop.node.said
 
 

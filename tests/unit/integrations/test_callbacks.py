@@ -264,14 +264,7 @@ class Mastered(torch.optim.SGD):
 ZeroOptimizer = type("ZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero"})
 
 
-def test_what_libraries_wrap_is_found() -> None:
-    """A model has the parameters of the plain one, and the pace of Accelerate's schedules is
-    known."""
-    layer, compiled = nn.Linear(2, 1), nn.Module()
-    # what torch.compile returns, without the seconds that its import takes
-    compiled._orig_mod = nn.DataParallel(layer)
-    for wrapped in (nn.DataParallel(layer), compiled, layer):
-        assert unwrap_model(wrapped) is layer
+def test_the_pace_of_the_schedules_of_accelerate_is_known() -> None:
     accelerated = SimpleNamespace(scheduler="inside", step_with_optimizer=True)
     for split, times in ((False, 4), (True, 1)):
         accelerated.split_batches = split

@@ -60,18 +60,8 @@ class Scene:
         self.position = {"next": 0}
         stream: Any = SimpleNamespace(state=lambda: self.position)
         report = Reporter(config, ranks, self.sync, phases, log, lambda message: None)
-        self.trainer = Trainer(
-            config,
-            ranks,
-            self.model,
-            self.model,
-            optimizer,
-            stream,
-            torch.zeros(1),
-            self.sync,
-            self.session,
-            report,
-        )
+        rest: Any = optimizer, stream, torch.zeros(1), self.sync, self.session, report
+        self.trainer = Trainer(config, ranks, self.model, self.model, *rest)
 
     def reach(self, version: int) -> None:
         """The parameters are the number of the version from now on."""
@@ -93,12 +83,8 @@ def found(config: Config) -> tuple[int, float, int]:
     """Version, value of all parameters, and position in the data of the newest checkpoint."""
     checkpoint = CheckpointStore(config.run.dir / "checkpoints" / "peer", 2).load_latest()
     assert checkpoint is not None
-    [value] = {
-        float(value)
-        for tensor in checkpoint.tensors["anchor"].values()
-        for value in tensor.flatten()
-    }
-    return checkpoint.step, value, checkpoint.state["stream"]["next"]
+    [value] = torch.cat([one.flatten() for one in checkpoint.tensors["anchor"].values()]).unique()
+    return checkpoint.step, float(value), checkpoint.state["stream"]["next"]
 
 
 def config_of(tmp_path: Path, *typed: str) -> Config:

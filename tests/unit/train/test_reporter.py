@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diloco import model as models
 from diloco.attach import devices
 from diloco.attach.ranks import RankGroup
-from diloco.config import compose
+from diloco.config import ModelConfig, compose
 from diloco.rundir.summary import PhaseTimer
 from diloco.train.data_parallel import DataParallel
 from diloco.train.loop import Trainer
@@ -29,16 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def built(kind: str, **more: Any) -> torch.nn.Module:
-    shape = " ".join(
-        [f"model.config.{key}={value}" for key, value in {**KINDS[kind], **more}.items()]
-    )
-    typed = [
-        "model.config={}",
-        f"model.model_type={kind.partition(',')[0]}",
-        *(f"+{one}" for one in shape.split()),
-    ]
-    return models.build(compose(typed).model, 0)
+def built(kind: str) -> torch.nn.Module:
+    settings = ModelConfig(name="small", model_type=kind.partition(",")[0], config=KINDS[kind])
+    return models.build(settings, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec, make_context
 from diloco.swarm.node.saved import Saved
-from tests.support.core import D, Nobody
-from tests.support.listener import NoNetwork
+from tests.support.core import ME, D, Nobody
+from tests.support.stub_wire import NoNetwork
 
 T = TypeVar("T")
 EXACT = {"lr": 1.0, "momentum": 0.0, "momentum_warmup": 0, "codec_up": "fp32", "codec_down": "fp32"}
@@ -26,11 +26,7 @@ EXACT = {"lr": 1.0, "momentum": 0.0, "momentum_warmup": 0, "codec_up": "fp32", "
 class Unconnected(NoNetwork, Nobody):
     """The transport of a peer that others could call."""
 
-    reachable, advice = True, ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses = list[str]()
+    reachable, advice, addresses = True, "", ()
 
     def may_call(self, address: str) -> bool:
         return True
@@ -52,11 +48,8 @@ class Alone(Node):
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **EXACT, **outer})
         replica = Replica(local(parameters), partition({"w": numel}, settings.fragments), settings)
         options = NodeOptions(RunSpec("run", D, "{}"), SwarmConfig(), Path("key"), saved=saved)
-        transport: Any = Unconnected()
-        node = cls(
-            options,
-            await make_context(options, replica, transport, lambda kind, fields: said.append(kind)),
-        )
+        told = lambda kind, fields: said.append(kind)  # noqa: E731
+        node = cls(options, await make_context(options, replica, Unconnected(ME), told))
         node.parameters, node.said = parameters, said
         node.context.tasks.spawn(node._tick())
         node.context.do(Discovered())

@@ -14,77 +14,59 @@ from diloco.messages import snapshot as rows
 from diloco.messages.snapshot import PhaseSeconds, Snapshot
 
 FRAGMENTS, ROUND_S = 24, 12.0
-STATES = ("training",) * 6 + ("exchanging", "starting")
 CODE = ("def read(path):\n", "    with open(path) as file:\n        return file.read()<script>")
+SECONDS = PhaseSeconds(compute=9.5, wait=2.0, comm=0.4, outer=0.1)
 
 
 def peer_id(index: int) -> str:
     return f"12D3KooW{index * 7919:036d}{index:02d}"
 
 
-def phases(index: int, version: int) -> PhaseSeconds:
-    wait = 0.4 + 2.5 * ((index * 37 + version * 11) % 10) / 10
-    return PhaseSeconds(compute=ROUND_S - wait - 0.6, wait=wait, comm=0.4, outer=0.1)
-
-
 def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) -> Snapshot:
     """`peers` peers, that long after the run began."""
     version, began = int(elapsed_s / ROUND_S), at - elapsed_s
-    tokens = [int(elapsed_s * (900 + 13 * index)) for index in range(peers)]
-    applied = sum(int(count * version * ROUND_S / elapsed_s) for count in tokens)
+    tokens = {index: int(elapsed_s * (900 + 13 * index)) for index in range(peers)}
+    processed = sum(tokens.values())
+    applied = int(processed * version * ROUND_S / elapsed_s)
+
+    def peer(index: int, count: int) -> rows.PeerRow:
+        state = "training" if index % 8 < 6 else "exchanging"
+        device = "cpu" if index % 3 else "NVIDIA H200"
+        is_ = peer_id(index), f"worker-{index:02d}", state, index % 16 != 15, True, device
+        at_ = version, int(index % 21 == 20), int(elapsed_s * 2) % 24, 24, 1.8 + index / 100
+        did = count, loss(elapsed_s) + index / 500, count * 40, count * 41
+        return rows.PeerRow(*is_, *at_, *did, (index % 9) / 8, SECONDS, [])
 
     def loss(when: float) -> float:
         return 2.0 + 3.2 * math.exp(-when / 180) + 0.03 * math.sin(when)
 
-    def peer(index: int, count: int) -> rows.PeerRow:
-        return rows.PeerRow(
-            peer_id=peer_id(index),
-            name=f"worker-{index:02d}",
-            state=STATES[(index + int(elapsed_s)) % len(STATES)],
-            trains=index % 16 != 15,
-            authors=True,
-            device="cpu" if index % 3 else "NVIDIA H200",
-            version=version,
-            version_lag=int(index % 21 == 20),
-            inner_step=int(elapsed_s * 2) % 24,
-            target_steps=24,
-            steps_per_s=1.8 + index / 100,
-            tokens=count,
-            loss=loss(elapsed_s) + index / 500,
-            bytes_sent=count * 40,
-            bytes_received=count * 41,
-            last_seen_s=(index % 9) / 8,
-            seconds=phases(index, version),
-            addresses=[],
-        )
+    def fragment(index: int) -> rows.FragmentRow:
+        author = index * 5 % peers
+        tip = index, version, applied, f"{index * 7919:016x}"
+        state = "following" if author else "collecting"
+        return rows.FragmentRow(*tip, peer_id(author), peer_id(author), index % 3, state)
 
-    def fragment(one: int) -> rows.FragmentRow:
-        author = peer_id(one * 5 % peers)
-        state = "following" if one * 5 % peers else "collecting"
-        name = f"{one * 7919:016x}"
-        return rows.FragmentRow(one, version, applied, name, author, author, one % 3, state)
-
-    def closed(one: int) -> rows.Round:
-        merged, ended = max(1, peers - one % 3), began + one * ROUND_S
-        return rows.Round(0, one, peers, peers, merged, 0, phases(3, one), ended)
+    def closed(number: int) -> rows.Round:
+        merged = max(1, peers - number % 3)
+        return rows.Round(0, number, peers, peers, merged, 0, SECONDS, began + number * ROUND_S)
 
     def point(when: float) -> rows.LossPoint:
         count, mean = int(applied * when / elapsed_s), loss(when)
         return rows.LossPoint(began + when, count, mean, mean - 0.1, mean + 0.15)
 
-    given = [
-        rows.Contributor(peer_id(at), f"worker-{at:02d}", version, count, count * 40, 1, version)
-        for at, count in enumerate(tokens)
-    ]
+    def given(index: int, count: int) -> rows.Contributor:
+        name = f"worker-{index:02d}"
+        return rows.Contributor(peer_id(index), name, version, count, count * 40, 1, version)
+
+    contributors = [given(*one) for one in tokens.items()]
+    run = "fake", "synchronous", "150m", 500, None, version, applied, at
     joins = [(index, f"peer={peer_id(index % peers)} live={index}") for index in range(40, 0, -1)]
     return Snapshot(
-        rows.RunInfo(
-            "fake", "synchronous", "150m", 500, None, version, applied, at, answered_by=peer_id(0)
-        ),
-        [peer(index, count) for index, count in enumerate(tokens)],
-        [fragment(one) for one in range(FRAGMENTS)],
-        [closed(one) for one in range(max(1, version - 40), version + 1)],
-        rows.LedgerTotals(sum(tokens), applied, 0, sum(tokens) - applied, given),
+        rows.RunInfo(*run, answered_by=peer_id(0)),
+        [peer(*one) for one in tokens.items()],
+        [fragment(index) for index in range(FRAGMENTS)],
+        [closed(number) for number in range(max(1, version - 40), version + 1)],
+        rows.LedgerTotals(processed, applied, 0, processed - applied, contributors),
         [point(elapsed_s * step / 300) for step in range(1, 301)],
         [rows.LoggedEvent(at - 3.0 * index, "join", text) for index, text in joins],
         samples=[(version, *CODE)],
@@ -111,5 +93,5 @@ class FakeSwarm:
 if __name__ == "__main__":
     from diloco.dashboard.server import Dashboard
 
-    port, peers = map(int, sys.argv[1:3])
+    port, peers = map(int, sys.argv[1:])
     asyncio.run(Dashboard("127.0.0.1", port).watch(FakeSwarm(peers)))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from diloco.admission import Admission, RunKey, issue
-from diloco.messages.codec import Message
 from diloco.swarm.wire.gate import Gate
-from tests.support.stub_wire import Pipe, connected, framed
+from tests.support.stub_wire import connected
 
 SOON = int(time.time()) + 3600
 
@@ -26,13 +25,6 @@ def gate(key: RunKey, me: str, role: Any = "worker") -> Gate:
     made = Gate(Admission(issue(key, "run", role, SOON)))
     made.me = me
     return made
-
-
-class Wire(Pipe):
-    """What one side writes, and what it is given to read."""
-
-    def __init__(self, *said: Message) -> None:
-        super().__init__(b"".join(map(framed, said)))
 
 
 async def meet(caller: Gate, callee: Gate) -> int:

@@ -15,18 +15,7 @@ from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.wire.gate import Gate
 from tests.support.core import GENESIS, ME, OTHER, D, core, hello_of
-from tests.support.stub_wire import Pipe
-
-
-class NoNetwork:
-    """A transport by which nobody can be reached; says who was called."""
-
-    def __init__(self) -> None:
-        self.me, self.seeds, self.called = ME, list[str](), list[str]()
-
-    async def open(self, peer: str, protocol: str) -> Any:
-        self.called.append(peer)
-        raise ConnectionError(f"{peer} cannot be reached")
+from tests.support.stub_wire import NoNetwork, Pipe
 
 
 class Listener:
@@ -34,12 +23,10 @@ class Listener:
 
     def __init__(self) -> None:
         self.core = core()
-        self.transport, self.notes = NoNetwork(), list[tuple[str, Mapping[str, object]]]()
+        self.transport, self.notes = NoNetwork(ME), list[tuple[str, Mapping[str, object]]]()
         replica: Any = SimpleNamespace(fragments=())
-        transport: Any = self.transport
-        self.context = Context(
-            self.core, replica, transport, Gate(), lambda *event: self.notes.append(event)
-        )
+        told = lambda *event: self.notes.append(event)  # noqa: E731
+        self.context = Context(self.core, replica, self.transport, Gate(), told)
         self.context.carry_out = self.carry_out
         self.mesh = ControlMesh(self.context, RunSpec("run", D, "{}"))
 
@@ -53,7 +40,7 @@ class Listener:
 
     async def hear(self, *sent: bytes) -> list[object]:
         """What is answered on a stream on which somebody says this and ends it."""
-        pipe = Pipe(b"".join(sent))
+        pipe = Pipe(*sent)
         await self.mesh._serve(OTHER, pipe.reader, pipe)
         return pipe.messages()
 

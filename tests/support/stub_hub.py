@@ -12,95 +12,81 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 COMMIT, NAME = "a1" * 20, "org/model"
+Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
 
 
 class StubHub:
     """`files` of the repository org/model at `COMMIT`, which is also its main branch.
 
     `gated` and `broken` are how it answers; `asked` are the paths that were asked for, `uploaded`
-    the files that came.
+    the files that came, into a repository that was `made` so.
     """
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         self.url, self.files = url, files
         self.gated = self.broken = False
-        self.asked: list[str] = []
-        self.uploaded: dict[str, bytes] = {}
+        self.asked, self.uploaded = list[str](), dict[str, bytes]()
         self.made: dict[str, Any] = {}
 
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of an answer."""
+    def answer(self, method: str, path: str, body: bytes) -> Reply:
         self.asked.append(f"{method} {path}")
         parts = unquote(urlsplit(path).path).strip("/").split("/")
         if self.broken:
             return 503, {}, b"out of order"
-        if parts[0] == "api":
-            return self._api(method, parts[1:], parse_qs(urlsplit(path).query), body)
-        name, at, file = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
-        if refused := self._refused(name, at):
-            return refused
-        if self.gated:
-            return _error(403, "GatedRepo", "accept the terms")
-        if file not in self.files:
-            return _error(404, "EntryNotFound", "")
-        content = self.files[file]
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-        return 200, headers, content
-
-    def _refused(self, name: str, at: str) -> tuple[int, dict[str, str], bytes] | None:
-        if name != NAME:
+        if method == "POST":
+            return _json(self._upload(parts[1:], body))
+        owner, name, *rest = parts[2:] if parts[0] == "api" else parts
+        what, at, *file = rest or ("revision", "main")
+        if f"{owner}/{name}" != NAME:
             return _error(401, "RepoNotFound", "Repository not found")
         if at not in ("main", COMMIT):
             return _error(404, "RevisionNotFound", f"Invalid rev id: {at}")
-        return None
-
-    def _api(
-        self, method: str, parts: list[str], query: dict[str, list[str]], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        if method == "POST":
-            return self._upload(parts, body)
-        name, what, at = (
-            "/".join(parts[1:3]),
-            *([*parts[3:5], "revision", "main"][:2] if len(parts) > 3 else ("", "main")),
-        )
-        if refused := self._refused(name, at):
-            return refused
+        if what == "resolve":
+            return self._file("/".join(file))
+        files = [
+            {"path": one, "rfilename": one, "size": len(self.files[one])} for one in self.files
+        ]
         if what == "tree":
-            found: Any = [
-                {"type": "file", "path": file, "size": len(content), "oid": "0" * 40}
-                for file, content in self.files.items()
-            ]
-        else:
-            siblings = [{"rfilename": file, "size": len(self.files[file])} for file in self.files]
-            about = {"id": name, "modelId": name, "sha": COMMIT, "tags": [], "private": False}
-            found = {**about, "siblings": siblings}
-        return 200, {"Content-Type": "application/json"}, json.dumps(found).encode()
+            return _json([{"type": "file", "oid": "0" * 40, **file} for file in files])
+        about = {"id": NAME, "modelId": NAME, "sha": COMMIT, "tags": [], "private": False}
+        return _json({**about, "siblings": files})
 
-    def _upload(self, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        reply: Any = {}
+    def _file(self, name: str) -> Reply:
+        if self.gated:
+            return _error(403, "GatedRepo", "accept the terms")
+        if name not in self.files:
+            return _error(404, "EntryNotFound", "")
+        content = self.files[name]
+        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        return 200, {"X-Repo-Commit": COMMIT, "ETag": tag}, content
+
+    def _upload(self, parts: list[str], body: bytes) -> object:
         if parts[:2] == ["repos", "create"]:
             self.made = json.loads(body)
             name = f"{self.made.get('organization') or 'me'}/{self.made['name']}"
-            reply = {"url": f"{self.url}/{name}", "id": name}
-        elif "preupload" in parts:
+            return {"url": f"{self.url}/{name}", "id": name}
+        if "preupload" in parts:
             how = {"uploadMode": "regular", "shouldIgnore": False}
-            reply = {"files": [{"path": one["path"], **how} for one in json.loads(body)["files"]]}
-        elif "commit" in parts:
-            for line in map(json.loads, body.decode().splitlines()):
-                if line["key"] == "file":
-                    file = line["value"]
-                    self.uploaded[file["path"]] = base64.b64decode(file["content"])
-            where = f"{self.url}/{'/'.join(parts[1:3])}/commit/{COMMIT}"
-            reply = {"success": True, "commitOid": COMMIT, "commitUrl": where, "hookOutput": ""}
-        return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
+            return {"files": [{"path": one["path"], **how} for one in json.loads(body)["files"]]}
+        if "commit" not in parts:
+            return {}
+        for line in map(json.loads, body.decode().splitlines()):
+            if line["key"] == "file":
+                self.uploaded[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        where = f"{self.url}/{'/'.join(parts[1:3])}/commit/{COMMIT}"
+        return {"success": True, "commitOid": COMMIT, "commitUrl": where, "hookOutput": ""}
 
 
-def _error(status: int, code: str, text: str) -> tuple[int, dict[str, str], bytes]:
+def _json(content: object) -> Reply:
+    return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
+
+
+def _error(status: int, code: str, text: str) -> Reply:
     return status, {"X-Error-Code": code, "X-Error-Message": text}, b""
 
 
@@ -121,8 +107,7 @@ def stub_hub(directory: Path | None = None) -> Iterator[StubHub]:
 
         do_GET = do_HEAD = do_POST = _reply
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found = sorted(directory.iterdir()) if directory else []
@@ -142,16 +127,12 @@ def go_online(
     """Let the hub's client in this process ask the hub at `url`, with a cache of its own."""
     from huggingface_hub import constants
 
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
-    for name, value in {
-        "HF_HUB_OFFLINE": False,
-        "ENDPOINT": url,
-        "HF_HUB_CACHE": str(cache),
-        "HF_TOKEN_PATH": str(cache / "token"),
-        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_DISABLE_XET": True,
-    }.items():
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    known = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(cache)}
+    known |= {"HF_TOKEN_PATH": str(cache / "token")}
+    for name, value in {**known, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
         monkeypatch.setattr(constants, name, value)

@@ -7,16 +7,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.messages.codec import Refusal, decode, encode
+from diloco.messages.codec import Message, Refusal, decode, encode
 from diloco.swarm.wire.streams import PeerStream, Traffic
+
+
+def framed(message: Any) -> bytes:
+    frame = encode(message)
+    return len(frame).to_bytes(4, "big") + frame
 
 
 class Pipe:
     """What a peer writes to us, and what we wrote back."""
 
-    def __init__(self, sent: bytes) -> None:
+    def __init__(self, *sent: bytes | Message) -> None:
         self.reader = asyncio.StreamReader()
-        self.reader.feed_data(sent)
+        for one in sent:
+            self.reader.feed_data(one if isinstance(one, bytes) else framed(one))
         self.reader.feed_eof()
         self.written, self.closed = bytearray(), False
 
@@ -40,16 +46,11 @@ class Pipe:
         return found
 
 
-def framed(message: Any) -> bytes:
-    frame = encode(message)
-    return len(frame).to_bytes(4, "big") + frame
-
-
 class End(Pipe):
     """One end of a stream whose other end somebody reads."""
 
     def __init__(self) -> None:
-        super().__init__(b"")
+        super().__init__()
         self.reader, self.other = asyncio.StreamReader(), self
 
     def write(self, data: Any) -> None:
@@ -66,6 +67,17 @@ def connected() -> tuple[End, End]:
     here, there = End(), End()
     here.other, there.other = there, here
     return here, there
+
+
+class NoNetwork:
+    """A transport by which nobody can be reached; says who was called."""
+
+    def __init__(self, me: str = "me") -> None:
+        self.me, self.seeds, self.called = me, list[str](), list[str]()
+
+    async def open(self, peer: str, protocol: str) -> Any:
+        self.called.append(peer)
+        raise ConnectionError(f"{peer} cannot be reached")
 
 
 class Transport:

@@ -21,17 +21,18 @@ from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, observer_gate
 from diloco.swarm.wire.transport import Refused, Untrusted
 from tests.support.core import D
-from tests.support.gates import SOON, Wire, gate, meet
+from tests.support.gates import SOON, gate, meet
 from tests.support.listener import hello
+from tests.support.stub_wire import Pipe
 
 CONTRIBUTION = ContributionHeader(Line(0, "QmAnyone", 5, D, 4, 100, (), 1.5, D))
 
 
 async def greet(
-    one: Gate, peer: str, *said: Message, wire: Wire | None = None, **options: Any
-) -> Wire:
+    one: Gate, peer: str, *said: Message, wire: Pipe | None = None, **options: Any
+) -> Pipe:
     """A gate greets a peer that says this; returns what it wrote."""
-    wire = wire or Wire(*said)
+    wire = wire or Pipe(*said)
 
     async def opener() -> Any:
         return wire.reader, wire
@@ -134,7 +135,7 @@ async def test_a_peer_hears_from_who_calls_it_that_it_is_revoked(key: RunKey) ->
 
 async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
     """However much comes on it."""
-    one, wire = gate(key, "QmOne"), Wire()
+    one, wire = gate(key, "QmOne"), Pipe()
     wire.reader = asyncio.StreamReader()  # its end has not come
     wire.reader.feed_data(bytes(1000 * MAX_GREETING_BYTES))
 

@@ -307,12 +307,12 @@ class PeerArguments:
             remember(self.key_file(), self.run.manifest_hash, node.addresses, others)
 
 
-def known_by(identity: Path, run: str) -> tuple[list[str], list[str]]:
-    """Addresses of the peer with this key, and of others, when it was in that run last."""
+def known_by(identity: Path, run: str | None = None) -> tuple[list[str], list[str]]:
+    """Addresses of the peer with this key, and of others, if its last run was that one (or any)."""
     try:
         found = json.loads(_addresses_file(identity).read_text())
         both = [[a for a in found[key] if address_error(a) is None] for key in ("own", "others")]
-        return (both[0], both[1]) if found["run"] == run else ([], [])
+        return (both[0], both[1]) if run in (None, found["run"]) else ([], [])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
         return [], []
 

@@ -38,9 +38,7 @@ class Command(click.Command):
         rows = []
         for group, names in choices(ConfigSource(folder=ctx.params.get("folder"))).items():
             lines = wrap(" ".join(names), 64, break_on_hyphens=False)
-            rows.append(
-                (group, "\n".join(("\b", *lines)))
-            )  # \b: click leaves the lines as they are
+            rows.append((group, "\n".join(("\b", *lines))))  # \b: click does not wrap them again
         with formatter.section("Groups (GROUP=CHOICE)"):
             formatter.write_dl(rows)
         with formatter.section("Settings (KEY=VALUE)"):

@@ -56,9 +56,8 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
     address, options = split_address(address, options)
     found, given = None, list[str]()
     if address is not None and not options.cfg:
-        found, given = guest_arguments(
-            address, options, ["run.id"]
-        )  # with a key it is in the invitation
+        # run.id may be typed: with a key it is in the invitation
+        found, given = guest_arguments(address, options, ["run.id"])
     return run(options.compose(given), found, as_json, options.keys)
 
 

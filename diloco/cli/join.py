@@ -141,7 +141,6 @@ def _prepare(
     imports.start()
     found = _find(config, address, directory.identity, view)
     manifest, warning = parse_manifest(found.manifest_text), check_clock(found)
-    volunteer.remember_addresses(manifest, found.addresses)
     on = f"{manifest.model.name} on {manifest.data.source}, {manifest.outer.method}"
     view.stage("manifest", f"{manifest.run.id}: {on}")
     peers = found.addresses or list(address.peers)
@@ -152,10 +151,7 @@ def _prepare(
     need, micro_batch = volunteer.fit_to_machine(config, machine, len(found.peers) + 1, ranks)
     name = machine.name if ranks == 1 else f"{ranks} x {machine.name}"
     if ranks == 1:
-        config, name = (
-            volunteer.with_settings(config, {"train.threads": machine.threads}),
-            machine.name,
-        )
+        config = volunteer.with_settings(config, {"train.threads": machine.threads})
     batch_size = config.inner.batch_size
     text = f"{name}, {counted(machine.threads, 'thread')}, batch of {batch_size}"
     text += f" in parts of {micro_batch}" if micro_batch * ranks < batch_size else ""
@@ -253,7 +249,7 @@ def _find(config: Config, address: Address, identity: Path, view: LiveView) -> S
     try:
         found = inspect_swarm(peers, identity, gate=gate)
     except SwarmError as error:
-        others = known_addresses(peers)
+        others = known_addresses(peers, identity)
         if "cannot be reached" not in str(error) or not others:
             raise
         more = f"{len(others)} more that were in this run before"

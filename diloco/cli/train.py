@@ -68,9 +68,8 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        found, given = guest_arguments(
-            address, options, ["run.id"]
-        )  # with a key it is in the invitation
+        # run.id may be typed: with a key it is in the invitation
+        found, given = guest_arguments(address, options, ["run.id"])
         given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
     config = options.compose(given, starts=True)
     import threading

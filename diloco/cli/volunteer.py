@@ -1,8 +1,8 @@
 """A volunteer's peer: what it keeps between runs, and its configuration, mostly from the swarm.
 
-    $XDG_DATA_HOME/diloco/peer-0/identity.key     this machine's first peer; another is peer-1
-                              runs/RUN_ID/        metrics, checkpoints and model of each run
-                       peers.json                 addresses of each run's peers, for later
+    $XDG_DATA_HOME/diloco/peer-0/identity.key       this machine's first peer; another is peer-1
+                                 identity.key.peers  addresses of the peers in its last run
+                                 runs/RUN_ID/        metrics, checkpoints and model of each run
 
 A volunteer starts from the state of the swarm, never from its own checkpoint: somebody may have
 started the run again, and then the higher version, the volunteer's, would win.
@@ -10,25 +10,24 @@ started the run again, and then the higher version, the volunteer's, would win.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from diloco.attach.arguments import known_by
 from diloco.config import Config, Manifest
 from diloco.config.address import reachability
 from diloco.errors import ConfigError
-from diloco.rundir.files import data_home, exclusive, write_atomic
+from diloco.rundir.files import data_home, exclusive
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
 from diloco.train.machine import Machine, MemoryNeed, fit_micro_batch, memory_need
 
 PEERS_PER_MACHINE = 64
-KNOWN_RUNS, KNOWN_ADDRESSES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -129,33 +128,10 @@ def move_aside(config: Config) -> None:
         mine.rename(before)
 
 
-def remember_addresses(manifest: Manifest, addresses: Sequence[str]) -> None:
-    """Stores addresses of a run's peers; without effect if the file cannot be written.
-
-    Anybody can start a run of any name. Therefore a run is known by its key, or if it is open by
-    all of its settings.
-    """
-    known, run = _known(), f"{manifest.run.id} {manifest.run.key or manifest.hash()}"
-    known[run] = list(dict.fromkeys([*addresses, *known.pop(run, [])]))[:KNOWN_ADDRESSES]
-    text = json.dumps(dict(list(known.items())[-KNOWN_RUNS:]), indent=1)
-    with suppress(ConfigError, OSError):
-        data_home().mkdir(parents=True, exist_ok=True)
-        write_atomic(data_home() / "peers.json", f"{text}\n")
-
-
-def known_addresses(addresses: Sequence[str]) -> list[str]:
-    """Stored addresses of other peers in the runs to which the peers at `addresses` belong."""
-    peers = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    runs = [run for run in _known().values() if not peers.isdisjoint(map(peer_id_of, run))]
+def known_addresses(addresses: Sequence[str], identity: Path) -> list[str]:
+    """Other peers that this user's peers met in the last runs in which they met those given."""
+    given = {peer_id_of(address) for address in addresses if not address.startswith("@")}
+    keys = [identity, *(place / "identity.key" for place in sorted(data_home().glob("peer-*")))]
+    runs = [others for key in keys if (others := known_by(key)[1])]
+    runs = [others for others in runs if not given.isdisjoint(map(peer_id_of, others))]
     return [one for one in dict.fromkeys(chain(*runs)) if one not in addresses]
-
-
-def _known() -> dict[str, list[str]]:
-
-    try:
-        content = json.loads((data_home() / "peers.json").read_text("utf-8"))
-        for address in chain(*content.values()):
-            peer_id_of(address)
-    except (OSError, ValueError, AttributeError, TypeError, ConfigError):
-        return {}
-    return dict(content)

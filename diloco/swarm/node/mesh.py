@@ -54,11 +54,8 @@ class ControlMesh:
     def __init__(self, context: Context, run: RunSpec) -> None:
         self.refusal: str | None = None
         self._context, self._run = context, run
-        self._core, self._gate, self._members = (
-            context.core,
-            context.gate,
-            context.core.facts.members,
-        )
+        self._core, self._gate = context.core, context.gate
+        self._members = context.core.facts.members
         self._gate.identity_in_use = self._identity_in_use
         self._gate.on_revoked = self._pass_on_revocations
         self._outgoing: dict[str, Outgoing] = {}

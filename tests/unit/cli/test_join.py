@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from diloco.admission.keys import RunKey
+from diloco.attach.arguments import remember
 from diloco.cli.status import status
 from diloco.cli.volunteer import (
     known_addresses,
     lock_peer_directory,
     move_aside,
-    remember_addresses,
     volunteer_config,
 )
 from diloco.config import WIRE_VERSION, compose
@@ -66,21 +66,18 @@ def test_without_a_home_one_line_names_the_setting(
     assert said.endswith(unusable if home else none)
     said = error_text(ConfigError, status.callback, None, False, False, None)
     assert "of no run in ./runs" in said
-    assert known_addresses([PLACE]) == []
 
 
-def test_peers_of_a_run_are_remembered(own_home: Path) -> None:
-    others = [f"/ip4/203.0.113.8/tcp/{port}/p2p/{OTHER}" for port in (1, 2)]
-    assert known_addresses([PLACE]) == []
-    mine = compose(["run.id=mine"]).manifest()
-    remember_addresses(mine, [PLACE, others[0]])
-    remember_addresses(mine, [others[1]])
-    another = compose(["run.id=mine", "run.seed=1"]).manifest()
-    remember_addresses(another, [others[0][:-5] + "wrong"])
-    assert known_addresses([PLACE]) == [others[1], others[0]]
-    assert known_addresses([PLACE.replace(ID, OTHER[:-1] + "W")]) == []
-    (own_home / "peers.json").write_text('{"mine": ["nonsense"]}')
-    assert known_addresses([PLACE]) == []
+def test_peers_of_a_run_are_remembered(own_home: Path, tmp_path: Path) -> None:
+    met, elsewhere = f"/ip4/203.0.113.8/tcp/1/p2p/{OTHER}", PLACE.replace(ID, OTHER[:-1] + "W")
+    named = tmp_path / "named.key"
+    assert known_addresses([PLACE], named) == []
+    with lock_peer_directory() as directory:
+        remember(directory.identity, "1" * 64, [], [PLACE, met])
+    remember(named, "2" * 64, [], [elsewhere])
+    assert known_addresses([PLACE], named) == [met]
+    assert known_addresses([met.replace("113.8", "113.9")], named) == [PLACE, met]
+    assert known_addresses([elsewhere], named) == []
 
 
 def test_a_volunteer_takes_the_runs_half_and_keeps_its_own() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diloco.core.events import Broadcast, Stepped, Tick
 from diloco.core.lifecycle import first_position
-from diloco.core.peer import FASTEST, Peer
+from diloco.core.peer import FASTEST
 from diloco.messages.codec import decode, encode
 from diloco.messages.control import Figures, Status
 from diloco.messages.fields import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS
@@ -16,10 +16,9 @@ from diloco.messages.snapshot import pack, unpack
 from diloco.swarm.node.recorder import Recorder
 from tests.support.core import core, join
 
-EXTREME = {"steps": MAX_COUNT, "position": MAX_COUNT, "cycle": MAX_COUNT, "steps_per_s": MAX_RATE}
-FIGURES = Figures(
-    MAX_TOKENS, MAX_TOKENS, MAX_LOSS, MAX_BYTES, MAX_BYTES, MAX_COUNT, [MAX_SECONDS] * 4
-)
+EXTREME = dict.fromkeys(("steps", "position", "cycle"), MAX_COUNT) | {"steps_per_s": MAX_RATE}
+LARGEST = MAX_TOKENS, MAX_TOKENS, MAX_LOSS, MAX_BYTES, MAX_BYTES, MAX_COUNT, [MAX_SECONDS] * 4
+FIGURES = Figures(*LARGEST)
 
 
 def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
@@ -40,10 +39,9 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
 
 
 @given(prompt=st.text(max_size=5000), text=st.text(max_size=5000))
-def test_what_a_model_writes_reaches_watchers_as_lines_of_printable_text(
+def test_as_much_as_has_room_of_what_a_model_writes_reaches_watchers_as_printable_lines(
     prompt: str, text: str
 ) -> None:
-    """As much of it as has room."""
     recorder = Recorder(core(), "{}")
     recorder.add_samples(3, [(prompt, text)] * 16)
     snapshot = recorder.snapshot(0.0)
@@ -66,14 +64,6 @@ def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
     assert first_position(two.facts) == two.facts.cycle - 1, "a newcomer begins within the cycle"
 
 
-def said(peer: Peer) -> Status:
-    """What everybody hears at the next heartbeat."""
-    actions = peer.receive(Tick(), peer.facts.now + 2.0)
-    messages = [action.message for action in actions if isinstance(action, Broadcast)]
-    [status] = [message for message in messages if isinstance(message, Status)]
-    return status
-
-
 @given(pace=st.floats() | st.sampled_from([MAX_RATE, 5e-324, 1e308]), tokens=st.integers(0, 2**70))
 def test_a_status_fits_its_schema_whatever_was_measured(pace: float, tokens: int) -> None:
     peer = core()
@@ -81,5 +71,7 @@ def test_a_status_fits_its_schema_whatever_was_measured(pace: float, tokens: int
     peer.facts.ready = peer.facts.assembled = True
     for _ in range(3):
         peer.receive(Stepped(tokens, (), pace), 1.0)
-    status = said(peer)
+    actions = peer.receive(Tick(), peer.facts.now + 2.0)
+    messages = [action.message for action in actions if isinstance(action, Broadcast)]
+    [status] = [message for message in messages if isinstance(message, Status)]
     assert status.steps == 3 and decode(encode(status)) == status

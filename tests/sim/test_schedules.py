@@ -42,7 +42,7 @@ def made(schedule: Made) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, schedule(optimizer)
 
 
-def moved(optimizer: torch.optim.Optimizer) -> list[Any]:
+def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
 
 
@@ -55,9 +55,9 @@ def looped(schedule: Made, steps: int) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, scheduler
 
 
-def stepped(schedule: Made, steps: int) -> list[Any]:
-    """What such a loop has."""
-    return moved(looped(schedule, steps)[0])
+def has_rates(optimizer: torch.optim.Optimizer, schedule: Made, steps: int) -> bool:
+    """Whether they are those of such a loop."""
+    return rates(optimizer) == rates(looped(schedule, steps)[0])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -69,27 +69,28 @@ def test_a_schedule_is_brought_to_what_a_loop_would_have(schedule: Made) -> None
     kept = json.loads(json.dumps(flatten_schedules(schedules)))
     for step in (0, 12, 12, 13, 9, 30, 0, 6, 38):
         schedules.step_to(step)
-        assert moved(optimizer) == stepped(schedule, step), step
+        assert has_rates(optimizer, schedule, step), step
     states = [one.state_dict() for one in looped(schedule, 14)]
     optimizer, scheduler = made(schedule)
     optimizer.load_state_dict(states[0])
     scheduler.load_state_dict(states[1])
     schedules = Schedulers([scheduler])
     schedules.step_to(12)
-    assert moved(optimizer) == stepped(schedule, 14), "nobody knows where it began"
+    assert has_rates(optimizer, schedule, 14), "nobody knows where it began"
     restore_schedules(schedules, kept)
     for step in (12, 20):
         schedules.step_to(step)
-        assert moved(optimizer) == stepped(schedule, step)
+        assert has_rates(optimizer, schedule, step)
 
 
 @pytest.mark.parametrize(("times", "every", "steps", "taken"), [(1, 4, 11, 2), (3, 1, 5, 15)])
 def test_who_steps_seldom_or_often_keeps_its_pace(
     times: int, every: int, steps: int, taken: int
 ) -> None:
-    optimizer, scheduler = made(SCHEDULES["exponential"])
+    schedule = SCHEDULES["exponential"]
+    optimizer, scheduler = made(schedule)
     Schedulers([ScheduledStep(scheduler, times, every)]).step_to(steps)
-    assert moved(optimizer) == stepped(SCHEDULES["exponential"], taken)
+    assert has_rates(optimizer, schedule, taken)
 
 
 def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
@@ -102,21 +103,18 @@ def test_learning_rates_that_are_tensors_stay_the_same_tensors() -> None:
     assert flatten_schedules(schedules) == [None], "JSON holds no tensors"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (torchs.ReduceLROnPlateau, "ReduceLROnPlateau follows a metric of this peer, no step"),
-        (lambda optimizer: optimizer, "AdamW is no learning rate scheduler; name those of torch"),
-        (
-            SCHEDULES["one cycle"],
-            ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long",
-        ),
-    ],
-)
+TOO_SHORT = ".*OneCycleLR is over after 40 steps, and the swarm is at 41; make it as long"
+WRONG: list[tuple[Made, str]] = [
+    (torchs.ReduceLROnPlateau, "ReduceLROnPlateau follows a metric of this peer, no step"),
+    (lambda optimizer: optimizer, "AdamW is no learning rate scheduler; name those of torch"),
+    (SCHEDULES["one cycle"], TOO_SHORT),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG)
 def test_what_is_no_schedule_of_so_many_steps_is_refused(wrong: Made, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^schedulers: {said}") as error:
+    with pytest.raises(ConfigError, match=f"^schedulers: {said}.*$"):
         Schedulers([made(wrong)[1]]).step_to(41)
-    assert "\n" not in str(error.value)
 
 
 def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
@@ -124,17 +122,17 @@ def test_a_schedule_stepped_for_each_micro_batch_is_an_error() -> None:
     optimizer, scheduler = made(SCHEDULES["exponential"])
     schedules = Schedulers([scheduler])
     optimizer.step()  # or torch warns
-    for step in range(100):  # 9 of 10 times nothing is wrong
-        schedules.step_to(step)
-        scheduler.step()
-        if step % 10 == 0:
-            scheduler.step()
+
+    def goes_on(steps: range, twice: int) -> None:
+        for step in steps:
+            schedules.step_to(step)
+            for _ in range(1 + (step % twice == 0)):
+                scheduler.step()
+
+    goes_on(range(100), twice=10)  # 9 of 10 times nothing is wrong
     said = "schedulers: before 9 steps of the optimizer in a row, one was further"
     with pytest.raises(ConfigError, match=said):
-        for step in range(100, 200):
-            schedules.step_to(step)
-            scheduler.step()
-            scheduler.step()
+        goes_on(range(100, 200), twice=1)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -157,8 +155,7 @@ def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
 
 @pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])
 def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) -> None:
-    """One pauses for so long that the others go on without it. It has their learning rate from then
-    on."""
+    """Also of one that pauses for so long that the others go on without it."""
     places: list[int] = []
 
     def attach(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -234,8 +231,8 @@ def test_gradients_of_the_next_step_are_not_freed() -> None:
 
 
 def test_an_optimizer_that_takes_no_steps_is_named() -> None:
-    made = (torch.optim.SGD, torch.optim.Adam)
-    one, other = (kind([nn.Parameter(torch.ones(2))]) for kind in made)
+    kinds = (torch.optim.SGD, torch.optim.Adam)
+    one, other = (kind([nn.Parameter(torch.ones(2))]) for kind in kinds)
     StepHooks(CombinedOptimizer(one, other), lambda: None, lambda: None)
     said = r"^optimizer\[1\]=Adam has taken no step in 101 of another; a step of the swarm is"
     with pytest.raises(ConfigError, match=said):

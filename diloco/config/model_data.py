@@ -54,7 +54,7 @@ MIXTURE_HINT = (
     "a list, each {name: NAME, source: stdlib, text, json or parquet, weight: A NUMBER,"
     " field: COLUMN}"
 )
-FILE_SOURCES = ("text", "json", "parquet")
+FILE_SOURCES = ("text", "json", "parquet", "tokens")
 RowFormat = Literal["text", "auto"]
 
 
@@ -150,9 +150,9 @@ class MixedSource(RunOwned):
 
 
 class DataRecipe(RunOwned):
-    omitted_at_default = ("mixture", "tokenizer_files", "format")
+    omitted_at_default = ("mixture", "tokenizer_files", "format", "dtype")
     source: SourceName
-    """stdlib: Python's standard library; hub: a streaming dataset; mixture: several; else files."""
+    """stdlib: Python's library; hub: a dataset, streamed; mixture: several; tokens: ids; else files."""
     sequence_length: int = Field(128, ge=2, le=1 << 20)
     """Tokens of one packed sequence."""
     tokenizer: Text = "bytes"
@@ -164,6 +164,8 @@ class DataRecipe(RunOwned):
     )
     """Names and digests of the tokenizer's files; filled in from data.tokenizer."""
     field: Text = Field("text", description="Column that holds the text (json, parquet, hub).")
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the ids in .bin files (tokens)."""
     format: RowFormat = "text"
     """text: data.field of each row; auto: conversations, of which the answers are learned."""
     holdout: float = Field(0.02, ge=0, lt=1)
@@ -218,7 +220,7 @@ class DataRecipe(RunOwned):
 
 class PeerDataConfig(PeerLocal):
     path: Texts | None = None
-    """Files or directories with this peer's data (text, json, parquet), also .gz, .zst, ..."""
+    """Files or directories with this peer's data (text, json, parquet, tokens); also .gz, .zst"""
     paths: dict[str, Texts] = Field(default_factory=dict)
     """The same for each source of data.mixture that has files, by its name."""
     tokenizer_directory: Text | None = None

@@ -84,7 +84,9 @@ CODECS: Registry[Any] = Registry(
 """Whether each encodes what authors publish, too, and not only contributions."""
 INNER_OPTIMIZERS: Registry[Any] = Registry("inner.optimizer", adamw=True, muon=True)
 DATA_SOURCES: Registry[Any] = Registry(
-    "data.source", stdlib=True, text=True, json=True, parquet=True, hub=False, mixture=False
+    "data.source",
+    **dict.fromkeys(("stdlib", "text", "json", "parquet"), True),
+    **dict.fromkeys(("tokens", "hub", "mixture"), False),
 )
 """Whether each is read on this machine, and may be part of a mixture."""
 REGISTRIES = (OUTER_OPTIMIZERS, MERGE_RULES, CODECS, INNER_OPTIMIZERS, DATA_SOURCES)

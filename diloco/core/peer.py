@@ -9,6 +9,7 @@ clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median_low
 from typing import Any
 
@@ -85,6 +86,7 @@ class Peer:
         self._said_authors: frozenset[str] = frozenset()
         self._said_units = NONE
         self._said_flags: tuple[object, ...] = ()
+        self._said_waits, self._waits_since = False, inf
 
     def receive(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what happened, and say what to do about it."""
@@ -317,9 +319,9 @@ class Peer:
         if core.changed_data:
             has = data.has(core)[: fields.MAX_RANGES]
             core.changed_data, self._said_units = has != self._said_units, has
-        does = core.trains_now, core.says_waits, core.pauses, core.leaving
-        flags = (*does, core.is_author(), core.planned)
+        flags = core.trains_now, core.pauses, core.leaving, core.is_author(), core.planned
         news = flags != self._said_flags or core.changed_tips or core.changed_data
+        news = self._waits_news() or news
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
         # few need it, and rarely
         hears_other = hears != self._said_authors
@@ -329,10 +331,23 @@ class Peer:
             if core.changed_tips and core.made_step:  # the first head after a step
                 core.moved_at, core.made_step = core.now, False
             self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
+            self._said_waits = core.says_waits
             core.changed_tips.clear()
             core.changed_data = False
         elif hears_other:
             core.wake(self._told_at + HEARS_S)
+
+    def _waits_news(self) -> bool:
+        """Whether it is news that this peer waits, or no more: for so long that it matters."""
+        core, settings = self.facts, self.facts.settings
+        if core.says_waits == self._said_waits:
+            self._waits_since = inf
+            return False
+        self._waits_since = min(self._waits_since, core.now)
+        lasts = core.now >= self._waits_since + settings.tick_s
+        if not lasts:
+            core.wake(self._waits_since + settings.tick_s)
+        return lasts
 
     def hello(self) -> Hello:
         """First message to a peer that is called; the owner adds `seal` and `instance`."""

@@ -234,6 +234,15 @@ def _parquet_file(handle: Any) -> Any:
     return parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)
 
 
+def parquet_columns(handle: Any, field: str) -> Iterator[Any]:
+    """The values of a column of Parquet, of pyarrow; DataError if there is none of that name."""
+    file = _parquet_file(handle)
+    if field not in file.schema_arrow.names:
+        raise NoFieldError(str(handle.name), field, file.schema_arrow.names)
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[field]):
+        yield from batch.column(0)
+
+
 def _parquet_records(handle: Any) -> Iterator[object]:
     for batch in _parquet_file(handle).iter_batches(_ROWS_AT_ONCE):
         yield from batch.to_pylist()

@@ -21,6 +21,7 @@ from diloco.data.numbered import (
     permuted,
     sequences_per_block,
 )
+from diloco.data.token_files import tokens_in
 from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import OnProgress, TokenList, tokens_of
 from diloco.errors import DataError
@@ -148,6 +149,8 @@ def _tokens(
 ) -> TokenList:
     """Errors name `data.path` and `data.field`, or what they are called in a mixture."""
     try:
+        if settings.source == "tokens":
+            return tokens_in(settings, tokenizer)
         if settings.format == "auto":
             return conversations_of(settings, tokenizer)
         return tokens_of(settings, tokenizer, on_progress)

@@ -29,6 +29,9 @@ _ABOUT_DATA = set(
 # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
 _LOOKED_AT = 1 << 14
 
+# of files that a folder in `data.path` stands for
+_KINDS = {**SUFFIXES, "tokens": (".bin", ".npy", ".parquet")}
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,7 +97,7 @@ def files_of(settings: DataConfig) -> list[Path]:
             fitting = [file for file in inside if _fits(file, settings.source)]
             if not fitting:
                 is_text = settings.source == "text"
-                kinds = "UTF-8" if is_text else ", ".join(SUFFIXES[settings.source])
+                kinds = "UTF-8" if is_text else ", ".join(_KINDS[settings.source])
                 others = f", but {counted(len(inside), 'other')} such as {inside[0]}"
                 raise DataError(
                     f"data.path: {given} has no {kinds} files in it{others if inside else ''}; give"
@@ -131,6 +134,8 @@ def _fits(file: Path, source: str) -> bool:
     content."""
     if not file.is_file():  # a broken link, a socket
         return False
+    if source == "tokens":
+        return file.suffix.lower() in _KINDS[source]
     if source != "text":
         return format_of(file.name) == source and file.name not in _ABOUT_DATA
     remedy = "make it readable, or leave it out"

@@ -28,6 +28,7 @@ COMPANIONS = {
     ("data", "chat"): ["data.path=a.jsonl"],
     ("data", "json"): ["data.path=a.jsonl"],
     ("data", "parquet"): ["data.path=a.parquet"],
+    ("data", "tokens"): ["data.path=a.npy"],
     ("data", "hub"): ["model=14m"],
     ("data", "mixture"): ["data.paths.notes=notes/"],
     ("model", "pretrained"): ["model.path=checkpoint/"],

@@ -152,7 +152,7 @@ class MixedSource(RunOwned):
 class DataRecipe(RunOwned):
     omitted_at_default = ("mixture", "tokenizer_files", "format", "dtype")
     source: SourceName
-    """stdlib: Python's library; hub: a dataset, streamed; mixture: several; tokens: ids; else files."""
+    """stdlib: Python's library; hub: streamed; mixture: several; tokens: files of ids; else text"""
     sequence_length: int = Field(128, ge=2, le=1 << 20)
     """Tokens of one packed sequence."""
     tokenizer: Text = "bytes"

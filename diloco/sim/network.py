@@ -226,9 +226,11 @@ class Network:
             self.break_stream(pipe)
 
     def leave(self, transport: SimTransport) -> None:
-        """A transport is closed. Another one of the same peer, which started again, stays."""
+        """A transport is closed: what was written arrives. Another one of the same peer stays."""
         if self._transports.get(transport.me) is transport:
-            self.crash(transport.me)
+            del self._transports[transport.me]
+            for pipe in [pipe for pipe in self.pipes if pipe.source == transport.me]:
+                pipe.close()
 
     def cut(self, one: str, other: str, one_way: bool = False) -> None:
         """From now on nothing passes between two peers, or from one to the other; none is told."""

@@ -238,7 +238,8 @@ class Crowd:
         else:
             life.ended = "left" if life.leaving else "done"
         self.note(life.name, life.ended)
-        self.network.crash(life.name)
+        if error is not None:
+            self.network.crash(life.name)
         self.on_end(life)
 
     def _again(self, life: Life) -> None:

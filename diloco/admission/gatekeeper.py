@@ -98,8 +98,7 @@ class Admission:
         return f"{only}; ask its owner for a link, or give swarm.token=@FILE"
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
-        """Admit an authenticated peer by its credential; returns None, or why not, with the
-        remedy."""
+        """Admit an authenticated peer by its credential; returns None, or why not."""
         credential = None
         if text:
             try:
@@ -177,8 +176,7 @@ class Admission:
         return self._lapsed(peer, credential, now) or self._taken(peer, credential.role, grant)
 
     def _taken(self, peer: str, role: Role, grant: Grant) -> str | None:
-        """An observer's token has any number of users, any other has one. To look on does not make
-        a peer its user: who was invited may look before it joins."""
+        """Why another peer has the token, which becomes this one's, unless it only looks on."""
         users = self.memory.users
         if grant.role != "observer" and users.get(grant.token_id, peer) != peer:
             ask = "ask for one for this peer, or for one to observe"

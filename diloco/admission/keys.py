@@ -95,8 +95,7 @@ def new_key() -> Ed25519PrivateKey:
 
 
 def check_private(file: IO[Any], path: Path, setting: str) -> None:
-    """Raises ConfigError if an open file of ours with a secret can be read by others, as ssh does.
-    Where nobody can change that, as on FAT or a drive of Windows, it is a warning."""
+    """`ConfigError` if others can read a secret of ours; a warning where files have no modes."""
     status = os.fstat(file.fileno())
     if status.st_uid != os.getuid() or not status.st_mode & 0o077:
         return
@@ -184,14 +183,12 @@ class Revoked:
 
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
-        """The list that `remember` wrote beside the key, signed again; without one, an empty list
-        with number 0."""
+        """The list that `remember` wrote beside the key, signed again; else an empty one."""
         content = _remembered(key_path).get(run_id)
         return cls() if content is None else cls.sign(key, run_id, *content)
 
     def remember(self, key_path: Path, run_id: str) -> None:
-        """Write the list beside the key: the next list continues it, also when no peer of the run
-        is left."""
+        """Write the list beside the key, for the next list, should no peer of the run be left."""
         lists = {**_remembered(key_path), run_id: (self.number, self.token_ids, self.peer_ids)}
         place = _place(key_path)
         try:

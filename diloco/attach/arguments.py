@@ -189,7 +189,7 @@ class PeerArguments:
             with as_typed(self.typed):
                 self._key = gate_for(run_id, None, network.token, network.key_path).run_key
         self.identity = None if identity in (None, "") else Path(str(identity))
-        # without one a key stays as long as the process, for the run's next peer
+        # without a file, the run's next peer in this process takes over the key
         self._free_keys = [] if runtime is not None else _free_keys[run_id]
         self._made_key: Path | None = None  # its directory
         self._refusals: Path | None = None  # the file with the memory of refusals

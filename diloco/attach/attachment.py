@@ -341,7 +341,7 @@ class Attachment:
         if not position.done:
             self.interrupted = True
             return
-        # all are less than before when another history won
+        # all become smaller when another history has won
         _, self.version, self.applied_tokens, self.discarded_tokens, *cycle = position[:7]
         self.inner_step, self.target_steps, self.unsent_tokens = cycle
 

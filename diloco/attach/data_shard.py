@@ -112,7 +112,7 @@ def shard(
         return dataset[begin:end]
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if indexed and not isinstance(dataset, IterableDataset):
-        # what the library returns is a dataset of its own, which trainers know how to use
+        # its own methods return one of its datasets, which trainers know how to use
         if library == "datasets" and part is None:
             return dataset.shuffle(seed=seed())
         if library == "datasets" and part is not None:

@@ -76,8 +76,7 @@ class NodeHandle:
         return 1 + len(self.node.core.facts.members)
 
     def membership(self) -> dict[str, int]:
-        """How many peers are connected (`live`), train, and contributed to the newest version of
-        fragment 0 (`merged`)."""
+        """Peers: connected (`live`), training, in the newest version of fragment 0 (`merged`)."""
         facts = self.node.core.facts
         merged = len(facts.control.tip.head.counted)
         return {"live": self.num_peers, "training": facts.num_trainers(), "merged": merged}

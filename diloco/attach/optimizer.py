@@ -28,7 +28,7 @@ from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 
-# wrap, and change no parameter
+# libraries whose wrappers leave parameters alone
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 NOT_TRIED = ("torch.optim.", "diloco.")
 MOST = 1 << 18  # elements of a group that are copied
@@ -57,7 +57,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
             break
         if library.partition(".")[0] not in LIBRARIES:
             _refuse_hidden_copies(optimizer)
-            # it says itself when a step is over
+            # a wrapper with hooks of its own tells when its step is over
             if "_optimizer_step_post_hooks" in vars(optimizer):
                 break
         optimizer = inside
@@ -112,7 +112,7 @@ def _share_that_stays(optimizer: Any) -> float:
                 starts = [p.clone() for p in changed]
                 for p, change in zip(changed, changes, strict=True):
                     p.add_(change)
-                # as rounded
+                # measure the change as the dtype rounded it
                 changes = [(p - start).float() for p, start in zip(changed, starts, strict=True)]
             for p, q in zip(own, changed, strict=True):
                 p.grad = noise(p)
@@ -137,7 +137,7 @@ def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
         sizes = accumulate(one.untyped_storage().nbytes() // one.element_size() for one in ordered)
         small = {id(one) for one, upto in zip(ordered, sizes, strict=True) if upto <= MOST}
         for one in params:
-            # with its storage, which the optimizer may know under another name
+            # through `memo`, so that aliases of its storage become aliases of the copy
             if id(one) not in copies:
                 values = deepcopy(one.data, memo) if id(one) in small else one.new_empty(0)
                 copies[id(one)] = nn.Parameter(values)
@@ -147,11 +147,11 @@ def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
         large = (key for key in one.state if id(key) in copies and not copies[id(key)].numel())
         memo |= {id(one.state[key]): {} for key in large}
     for one in nested:
-        # put there by a scheduler
+        # torch's schedulers put their own `step` into the instance
         own = {key: value for key, value in vars(one).items() if key != "step"}
         memo |= {id(value): type(value)() for key, value in own.items() if key.endswith("_hooks")}
         leaves = (leaf for leaf in _pytree.tree_leaves(own) if isinstance(leaf, Tensor))
-        # such as a master
+        # large tensors of its own, such as masters, are not copied either
         memo = {id(leaf): leaf.new_empty(0) for leaf in leaves if leaf.numel() > MOST} | memo
         memo[id(one)].__dict__.update(deepcopy(own, memo))
     for group in (group for one in inside for group in memo[id(one)].param_groups):
@@ -180,7 +180,7 @@ class CombinedOptimizer(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        # no copies
+        # the groups of the parts themselves, so that schedulers move these
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -246,8 +246,7 @@ class InnerStateTransfer:
     def fetch(
         self, node: Node, runtime: Runtime, stopping: Callable[[], bool]
     ) -> tuple[InnerState | None, bool]:
-        """A donor's state, if this peer comes late and somebody has one, and whether it starts
-        cold."""
+        """A donor's state for a late peer, if somebody has one; and whether it starts cold."""
         if self.source == "own" or not runtime.call(node.wait_until_ready()):
             return None, False
         why = "swarm.inner_state=cold"

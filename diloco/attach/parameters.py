@@ -55,8 +55,7 @@ class TrainedParams(dict[str, Tensor]):
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
         self._buffers = buffer_digests(model)  # until the first round is over
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
-        # a sample of before and after the last exchange
-        self._moved: tuple[Tensor, Tensor] | None = None
+        self._moved: tuple[Tensor, Tensor] | None = None  # samples around the last exchange
         self._is_kept = False
 
     @property
@@ -304,7 +303,7 @@ def has_row_layout(tensor: Tensor) -> bool:
 def row_range(tensor: Tensor) -> tuple[int, int]:
     """The range that this process has of the flattened whole, where `has_row_layout` holds."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
-        # as torch.chunk cuts: the last processes may have fewer rows, or none
+        # FSDP2 cuts as torch.chunk does: the last processes may have fewer rows, or none
         if placement.is_shard():
             mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
             rows, size, place = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)

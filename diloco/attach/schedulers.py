@@ -98,10 +98,7 @@ class Schedulers:
 
 
 def _fresh(scheduler: Any) -> dict[str, Any] | None:
-    """State of a schedule at step 0, with what it moves in the optimizer; None if it is further.
-
-    Raises `ConfigError` for what is no schedule of steps.
-    """
+    """State of a schedule at step 0, and what it moves in the optimizer; None if it is further."""
     name = type(scheduler).__name__
     if name in ("ReduceLROnPlateau", "GreedyLR"):
         raise ConfigError(
@@ -177,7 +174,7 @@ class StepHooks:
         before()
         self._parts, self._before, self._after = parts_of(optimizer), before, after
         self._steps = dict.fromkeys(self._parts, 0)  # since the last step of all
-        # a gradient of the last step of each
+        # each optimizer's smallest gradient at its last step, and that tensor's version
         self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}
         self._hooks = [part.register_step_pre_hook(self._begin) for part in self._parts]
         self._hooks += [part.register_step_post_hook(self._end) for part in self._parts]

@@ -176,16 +176,13 @@ def _from_rank_0(config: Config, rank: int) -> Config:
         said_by_rank_0(config.model_dump_json())
         return config
     values = json.loads(said_by_rank_0(None))
-    # a secret, which this rank has from its own command line
+    # the token is a secret, so it is not sent: each rank has it from its command line
     values["swarm"]["token"] = config.swarm.token
     return config.model_validate(values)
 
 
 def _ask(config: Config, terms: list[str], yes: bool) -> None:
-    """Shows the terms and asks, if the run needs anything from outside this package.
-
-    Raises `ConfigError` if there is nobody to ask, or if the answer is no.
-    """
+    """Show the terms and ask, if the run needs more than this package; `ConfigError` for no."""
     from diloco.config.manifest import sources_of
 
     if not any(sources_of(config.manifest())):

@@ -303,11 +303,7 @@ def _wait(peer: LocalPeer, listening: threading.Thread, said: Said) -> None:
 def _follow(
     peers: list[LocalPeer], said: Said, view: LiveView, stop: Sequence[int]
 ) -> LocalPeer | None:
-    """Shows what the peers say until all have ended.
-
-    A peer that fails or is killed before any trains ends the others, which would wait for it; it is
-    returned.
-    """
+    """Show what the peers say until all have ended; the first that failed before training began."""
     from diloco.rundir.reporting import Finished, PeerStatus, Ready
 
     running, culprit = {peer.name for peer in peers}, None

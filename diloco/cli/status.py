@@ -57,10 +57,7 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 
 def _place(address: str | None) -> Address:
-    """The address, or that of the one run, in ./runs or joined, of which a peer runs here.
-
-    Raises `ConfigError` if there is none, or if there are several.
-    """
+    """The address, or that of the only run of which a peer runs here; else `ConfigError`."""
     from diloco.config.address import Address
     from diloco.rundir.files import data_home, in_use
 
@@ -112,7 +109,7 @@ async def _watch(watcher: SwarmWatcher, snapshot: Snapshot) -> None:
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
     with live if console.is_terminal else nullcontext():
-        # by Ctrl+C, which a wait_for of Python 3.11 swallows if it has just finished
+        # Ctrl+C cancels this task, and a wait_for of Python 3.11 may swallow that
         while task is not None and not task.cancelling():
             if console.is_terminal:
                 rows = max(3, (console.height - OTHER_LINES) // 3)

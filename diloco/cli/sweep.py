@@ -145,7 +145,7 @@ class SweepRun:
         from diloco.rundir.files import write_atomic
 
         self.place.mkdir(parents=True, exist_ok=True)
-        # a table has it, even if it fails at once
+        # so that tables show its settings, even if it fails at once
         write_atomic(self.place / "config.yaml", self.config.to_yaml())
         self.write(None)
         with (self.place / "output.log").open("ab") as output:

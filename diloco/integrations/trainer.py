@@ -60,7 +60,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
         """Put the swarm's figures into the logs before the Trainer's own callbacks send these."""
         known = self._find_trainer().callback_handler.callbacks
         if not any(isinstance(one, _Figures) for one in known):
-            # which calls this once more, as it is further down now
+            # this callback is called once more, as the list has grown before it
             known.insert(0, _Figures(self._membership))
 
     def _find_trainer(self) -> Trainer:

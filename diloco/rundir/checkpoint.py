@@ -286,11 +286,7 @@ class _Groups(UserDict[str, Any]):
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces: length of the header (u64), header (JSON), data.
-
-    The library's `save_file` can neither hash nor fsync, and refuses tensors that share memory or
-    are not contiguous.
-    """
+    """A safetensors file in pieces; the library's `save_file` can neither hash nor fsync."""
     assert "__metadata__" not in tensors, "safetensors reserves this name"
     header: dict[str, Any] = {}
     stop = 0

@@ -122,10 +122,7 @@ def held_out_curve(records: Records, virtual: bool = False) -> list[Point]:
 
 
 def _spread(x: list[float]) -> list[float]:
-    """Spreads equal values up to the next value: the clock stands still between outer steps.
-
-    The last ones are spread as widely as those before. [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]
-    """
+    """Equal values, spread up to the next one: [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]."""
     values, counts = np.unique(x, return_counts=True)
     widths = np.diff(values)
     widths = np.append(widths, widths[-1:] if len(widths) else 0.0)

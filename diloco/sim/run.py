@@ -144,7 +144,7 @@ class Simulation:
     async def _run(self) -> None:
         timeline = self.loop.create_task(self._timeline())
         watch = self.loop.create_task(self._watch())
-        # with the last peer the run is over
+        # the run is over with its last peer
         while self.peers or not (timeline.done() or self.summaries):
             running = {peer.task for peer in self.peers.values()}
             others: set[asyncio.Task[Any]] = {watch} if timeline.done() else {watch, timeline}

@@ -19,8 +19,7 @@ PAGES = tuple(Path(__file__).parents[2] / "scripts" / name for name in ("README.
 
 
 def describe() -> dict[str, Any]:
-    """This machine: processor, cores, memory in GiB, torch's build, and the load of the last
-    minute."""
+    """This machine: processor, cores, memory (GiB), torch's build, load of the last minute."""
     kind, count = devices.count_devices()
     accelerator = devices.name_of(torch.device(kind)) if count else "none"
     memory_kb = int((_first("/proc/meminfo", "MemTotal") or "0 kB").split()[0])
@@ -37,8 +36,7 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_seconds(processes: set[int]) -> float:
-    """Processor time that these processes and all that they started have used so far; 0 elsewhere
-    than on Linux."""
+    """Processor time of these processes and all that they started; 0 elsewhere than on Linux."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -74,8 +74,7 @@ class SwarmWatcher:
             await transport.close()
 
     async def ask(self) -> Snapshot:
-        """The swarm now; `SwarmError` if no peer of this version answers, `ConfigError` for no
-        address."""
+        """The swarm now; `SwarmError` if no peer of this version answers."""
         transport, now = self._transport or await self._connect(), asyncio.get_running_loop().time
         try:
             snapshot = await self._ask_all(transport)

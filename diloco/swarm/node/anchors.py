@@ -36,7 +36,7 @@ class Anchors:
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
-        # by fragment: an older anchor, whose parts others fetch
+        # by fragment: head and values of an older anchor, whose parts others still fetch
         self._copies: dict[int, tuple[str, Tensor]] = {}
         self._saving = ExitStack()  # locks that are held until the checkpoint is written
         self._same_data: set[tuple[str, str]] = set()
@@ -122,7 +122,7 @@ class Anchors:
 
     async def apply(self, action: events.Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""
-        # what comes at the same moment is heard first: a quorum's ties stay as they were
+        # contributions that arrive at this moment are heard first
         await asyncio.sleep(0)
         async with self._context.locks[action.fragment].writing():
             self._context.do(await self._apply(action))
@@ -230,7 +230,7 @@ class Anchors:
                 outer[fragment] = (rest[0], replace(state, vectors=tuple(rest[1:])))
             if copies:
                 self.end_snapshot()
-        # which makes and changes residuals
+        # a capture under way changes residuals
         await self._context.tasks.until(lambda: not replica.capturing)
         residuals = dict(replica.residuals)
         if copies:

@@ -15,7 +15,7 @@ class LeasedData:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # as the core knows it: what was taken is in it until the step is done
+        # as in the core: sequences stay in it until the step on them is done
         self._queue: Units = NONE
         self._taken: Units = NONE
         self.wanted = 0  # sequences that the core should have ahead

@@ -216,7 +216,7 @@ class ControlMesh:
         if self._started:
             self.refusal = None
         outgoing = self._outgoing[peer] = Outgoing(stream)
-        # what changed since the hello was broadcast to the others only
+        # a status broadcast since the hello did not reach this peer
         outgoing.say(self._core.status())
         sender = asyncio.create_task(self._send_queued(peer, outgoing))
         self._senders[sender] = None
@@ -382,7 +382,7 @@ class ControlMesh:
             self._dial_named(named)
             for member in self._members.all():
                 self._lost.pop(member.peer, None)
-                # it may hear nothing of us, if it refused our call when it called us
+                # a member may have refused our call when it called us; then it hears nothing yet
                 self.dial(member.peer)
             self._dial_lost()
             await asyncio.sleep(RECORD_PERIOD_S)

@@ -74,11 +74,10 @@ class Node:
     def __init__(self, options: NodeOptions, context: Context) -> None:
         self.context, self.core, self.replica = context, context.core, context.replica
         self.traffic, self.addresses = context.traffic, context.transport.addresses
-        # what would let others connect to this peer, where they cannot
-        self.advice = context.transport.advice
+        self.advice = context.transport.advice  # how others could connect, if they cannot
         self.leased = LeasedData()
         self.anchors = Anchors(context)
-        # it may be as large as the model, and mapped from a file
+        # `saved` may be as large as the model, and is not needed any more
         self._options = replace(options, saved=None)
         self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
@@ -226,8 +225,7 @@ class Node:
         return not self._interrupted and self._fewest_steps() > 0
 
     async def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
-        """The inner optimizer's state of a peer that trains; None when nobody has any, or
-        `interrupt` came first."""
+        """A trainer's inner optimizer state; None if nobody has any, or `interrupt` came first."""
         work = fetch_inner(self.context, layout, self.replica.rng)
         fetching = self.context.tasks.start(work)
         await self._until(lambda: fetching.done() or self._interrupted)
@@ -351,8 +349,7 @@ class Node:
         self.context.tasks.notify()
 
     async def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be, for as long as an
-        author may be stuck."""
+        """Wait until what this peer has sent is in a version, or cannot be, at most `stuck_s`."""
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(facts.settings.stuck_s):
@@ -376,8 +373,7 @@ class Node:
         return min(number for number, _ in self.anchors.loaded)
 
     async def leave(self, finished: bool) -> None:
-        """Send what was learned, unless the run is over, and wait until others have that and this
-        peer's heads."""
+        """Send what was learned, unless `finished`; wait until others have it, and the heads."""
         self.anchors.end_snapshot()
         self.context.do(events.Leave(finished))
         with contextlib.suppress(TimeoutError):

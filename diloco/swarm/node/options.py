@@ -89,7 +89,7 @@ class NodeOptions:
     trains: bool = True  # False: this peer only makes versions
     device: str = ""  # shown to watchers
     data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
-    # what a joiner gets of the inner optimizer; called in other threads
+    # the inner optimizer's state for a joiner; called in other threads
     inner_state: Callable[[], InnerState | None] = lambda: None
     blank: bool = False  # it has not got what the run starts from
     files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest

@@ -200,8 +200,7 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
 
 
 def _version(f: FragmentState, member: Member) -> int:
-    """Number of the head that a member tells, at most that of the one here; of an unknown one, the
-    number before all known ones."""
+    """Version that a member has, at most that here; for an unknown one, before all known ones."""
     key, recent, number = member.tips.get(f.index, (0, "")), f.tip.book.recent, f.tip.head.number
     if tuple(key) >= f.tip.key:
         return number
@@ -229,8 +228,7 @@ def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
 
 
 def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTotals:
-    """Totals as far as they are known here: of peers that left before this one came, only the
-    tokens in the model."""
+    """Totals as known here; of peers that left before this one came, only the merged tokens."""
     tip = facts.control.tip
     applied = tip.head.work
     processed = max(applied, at_most(sum(figures.tokens for figures in last.values()), MAX_TOKENS))

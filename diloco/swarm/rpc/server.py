@@ -34,7 +34,7 @@ class Server:
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
             with suppress(*BROKEN, PayloadError):
-                # and no answer is awaited: that would hold the stream open
+                # without waiting for an answer, which would hold the stream open
                 await stream.send(Refusal(why))
             stream.close()
             return

@@ -64,7 +64,7 @@ class Gate:
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
         self._greeted: set[str] = set()
-        # in their order, unlike a set
+        # dicts and not sets: their order does not depend on memory addresses
         self._serving: defaultdict[str, dict[ByteWriter, None]] = defaultdict(dict)
         self._strangers: Newest[ByteWriter] = Newest()
 

@@ -68,7 +68,7 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
     until = loop.time() + timeout_s
     for entry in entries:
         path = Path(entry[1:])
-        # unlike `Path.exists`, it takes any name
+        # os.path.exists accepts any name; Path.exists raises for some
         while entry.startswith("@") and not os.path.exists(path):
             if loop.time() > until:
                 why = f"no address in {path} after {timeout_s:.0f} s"

@@ -28,7 +28,7 @@ class Tasks:
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.closed = False
-        # a set would be in an order of memory addresses
+        # dicts and not sets: their order does not depend on memory addresses
         self._running: dict[asyncio.Task[Any], None] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 

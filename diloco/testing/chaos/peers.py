@@ -260,8 +260,7 @@ class RealSwarm:
 
 
 def marked(key: str, mark: str) -> list[int]:
-    """Ids of living processes whose environment has this value, or one that begins with it; none
-    without /proc."""
+    """Ids of living processes whose environment has this value, or one that begins with it."""
     wanted, found = re.compile(rb"(^|\0)" + f"{key}={mark}".encode() + rb"[-\0]"), []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or not ours

@@ -109,8 +109,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _detection_s(log: Log, fault: ScheduledFault, at: float, until: float) -> tuple[Any, str]:
-    """Seconds until another peer's event names a victim, and its kind; from `until` on it would be
-    too late."""
+    """Seconds until another peer's event names a victim, before `until`; and its kind."""
     # all leave at the end of the run
     silent = NOT_NAMING if fault.kind == "term" else (*NOT_NAMING, "leave")
     for event in log.events:
@@ -125,8 +124,7 @@ def _detection_s(log: Log, fault: ScheduledFault, at: float, until: float) -> tu
 def _resume_s(
     log: Log, fault: ScheduledFault, at: float, end: float, frozen: set[int]
 ) -> tuple[float, int | None]:
-    """Longest gap between inner steps of a survivor from the fault to the next trouble, and
-    whose."""
+    """A survivor's longest gap between inner steps up to the next trouble, and whose it is."""
     since = at if fault.kind in UNDOING else 0.0  # what was undone had its own share of that time
     hit = frozen | set(() if fault.kind in (*WORSE, "fast") else fault.peers)
     longest: tuple[float, int | None] = 0.0, None
@@ -140,8 +138,7 @@ def _resume_s(
 
 
 def _joined_s(log: Log, stay: Stay) -> float | None:
-    """From a process's start to its first contribution that was merged and not discarded; None if
-    there is none."""
+    """From a process's start to its first merged contribution; None without one."""
     discarded = [event["time"] for event in _discarded(log) if event["by"] == stay.peer]
     since = stay.started_at
     for account in stay.accounts:
@@ -222,8 +219,7 @@ def _faults(log: Log, happened: Sequence[Happened]) -> Iterator[dict[str, Any]]:
 
 
 def _undone_at(happened: Sequence[Happened], index: int) -> float:
-    """When a frozen peer goes on, or the sides meet again: what names the victims then has another
-    reason."""
+    """When a frozen peer goes on, or the sides meet: then victims are named for that reason."""
     fault = happened[index].fault
     kind = {"stop": "cont", "partition": "heal"}.get(fault.kind)
     undoing = (one for one in happened[index:] if one.fault.kind == kind)

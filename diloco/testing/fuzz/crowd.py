@@ -192,8 +192,7 @@ class Crowd:
     async def until(
         self, condition: Callable[[], object], patience_s: float, what: str, every_s: float = 0.25
     ) -> None:
-        """Wait until something is so. Raises `Violation` when that is in vain or a life has
-        failed."""
+        """Wait until something is so; `Violation` when that is in vain, or a life has failed."""
         deadline = self.loop.seconds + patience_s
         while not condition():
             if self.failures:

@@ -67,8 +67,7 @@ def _numbers(node: Schema, defs: Schema, path: Path) -> Iterator[tuple[Path, Sch
 
 
 def changed(message: Message, target: Target, r: random.Random) -> Message:
-    """The message with the field of the target at its extreme; itself where it has no such field,
-    or would not fit its schema."""
+    """The message with the target's field at its extreme; itself where that does not fit."""
     if message.kind != target.kind:
         return message
     schema = _schemas()[target.kind, target.path]

@@ -196,8 +196,7 @@ def _split(r: random.Random) -> Fault:
 
 
 def pairs(shape: str, names: list[str], r: random.Random) -> list[tuple[str, str]]:
-    """Which peers cannot reach each other; with `one_way` what the first says does not reach the
-    second."""
+    """Peers that cannot reach each other; with `one_way` the second does not hear the first."""
     if shape == "lone":
         sides = [["a" if "a" in names else names[0]], [name for name in names if name != "a"]]
     else:

@@ -145,8 +145,7 @@ class _LieStage:
         return self._signed(message, lie)
 
     def _signed(self, message: Message, lie: Message) -> Message:
-        """The lie with the liar's signatures, where it is the author; a line stays what it was said
-        to be."""
+        """The lie, signed anew where the liar is its author; a line stays as it was."""
         match lie:
             case Offer() | ContributionHeader() if lie.line.peer == LIAR:
                 assert isinstance(message, (Offer, ContributionHeader))

@@ -19,8 +19,7 @@ from diloco.swarm.rpc import contribution, state
 
 @contextmanager
 def virtual_swarm(chunk: int = 8, part: int = 16) -> Iterator[VirtualLoop]:
-    """A loop in virtual time. Inside, nothing is logged, torch uses one thread, and pieces are
-    small."""
+    """A loop in virtual time; inside: no logs, one thread for torch, and small pieces."""
     _exempt_modules_from_collection(len(sys.modules))
     disabled, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.CRITICAL)
@@ -35,8 +34,7 @@ def virtual_swarm(chunk: int = 8, part: int = 16) -> Iterator[VirtualLoop]:
 
 @contextmanager
 def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
-    """Inside, payloads come in chunks of so few elements, and anchors in parts, that tiny models
-    have several."""
+    """Inside, chunks and parts are so small that tiny models have several."""
     with (
         patch.object(fragments, "CHUNK", chunk),
         patch.object(digest, "PART", part),
@@ -48,8 +46,7 @@ def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
 
 @cache
 def _exempt_modules_from_collection(_num_modules: int) -> None:
-    """The last check collects garbage. That takes a quarter of a second if it looks at all that
-    torch has imported."""
+    """The last check collects garbage, which takes .25 s over all that torch has imported."""
     # the first optimizer imports as much again
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     gc.collect()

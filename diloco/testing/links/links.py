@@ -87,15 +87,13 @@ class Loopback:
         """The peers of a group reach no other group any more; no groups heal all."""
 
     def worsen(self, peer: int, kind: str, value: str) -> None:
-        """Make a peer's link `slow`, `delay` it or make it lossy (`loss`), in both directions,
-        until `fast`."""
+        """Make a link `slow`, `delay` it, or let it lose (`loss`), both ways, until `fast`."""
 
     def fast(self, peer: int) -> None:
         """The peer's link is as at first."""
 
     def counts(self) -> object:
-        """What the emulator did: packets lost, dropped and passed, and its processor time; None
-        without one."""
+        """Packets that the emulator lost, dropped, passed, and its processor time; else None."""
         return None
 
 

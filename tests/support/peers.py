@@ -43,8 +43,6 @@ NETWORK = SwarmConfig.model_fields.keys() - {"identity_path"}
 SMOKE = ("experiment=smoke", "swarm.heartbeat_s=0.2")
 
 T = TypeVar("T")
-
-
 _held: list[socket.socket] = []
 
 
@@ -62,18 +60,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(condition: Callable[[], T], what: str, timeout_s: float = DEADLINE_S) -> T:
+def eventually(condition: Callable[[], T], what: str) -> T:
     """The first true value of `condition`; fails after a deadline."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
         time.sleep(0.02)
     return value
 
 
-def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
-    """Results of jobs that run at the same time, each in a thread of its own; the first failure is
-    raised here."""
+def together(*jobs: Callable[[], T]) -> list[T]:
+    """Results of jobs that run at the same time, each in a thread; the first failure is raised."""
     futures: list[Future[T]] = [Future() for _ in jobs]
 
     def work(future: Future[T], job: Callable[[], T]) -> None:
@@ -84,7 +81,7 @@ def together(*jobs: Callable[[], T], timeout_s: float = DEADLINE_S) -> list[T]:
 
     for pair in zip(futures, jobs, strict=True):
         threading.Thread(target=work, args=pair, daemon=True).start()
-    for future in as_completed(futures, timeout_s):
+    for future in as_completed(futures, DEADLINE_S):
         future.result()
     return [future.result() for future in futures]
 
@@ -100,8 +97,7 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor
 
 @dataclass
 class Trainee:
-    """A node with parameters, driven by the test as a training loop would. There is a node once it
-    was started."""
+    """A node with parameters, driven by the test; there is one once it was started."""
 
     options: NodeOptions
     replica: Replica
@@ -156,17 +152,16 @@ class Trainee:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
-        return self.call(self._exchange(tokens))
 
-    async def _exchange(self, tokens: int) -> ExchangeResult:
-        """The inner steps of a cycle, with so many tokens. One coroutine, so that closing the node
-        finds it waiting."""
-        position, steps, _ = self.node.place()
-        for step in range(position, steps):
-            await self.node.stepped(tokens * (step + 1) // steps - tokens * step // steps)
-        outcome = await self.node.exchange()
-        assert outcome is not None, "interrupted"
-        return outcome
+        async def exchange() -> ExchangeResult:
+            position, steps, _ = self.node.place()
+            for step in range(position, steps):
+                await self.node.stepped(tokens * (step + 1) // steps - tokens * step // steps)
+            outcome = await self.node.exchange()
+            assert outcome is not None, "interrupted"
+            return outcome
+
+        return self.call(exchange())
 
     def leave(self, finished: bool) -> None:
         self.call(self.node.leave(finished))
@@ -200,14 +195,11 @@ def begin_together(*peers: Trainee, authors: Sequence[Trainee] = ()) -> None:
 class Crowd:
     """The nodes of one swarm; they differ in what they are made of and agree on what the run is."""
 
-    def __init__(
-        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any
-    ) -> None:
+    def __init__(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], **outer: Any):
         self.directory, self.shapes, self.members = directory, shapes, list[Trainee]()
-        exact = {"codec_up": "fp32", "codec_down": "fp32"}
-        rates = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
-        rounds = {"method": "diloco", "sync_every": 10, "fragments": 4}
-        self.outer: dict[str, Any] = {**rounds, **exact, **rates, **outer}
+        exact = {"codec_up": "fp32", "codec_down": "fp32", "lr": 0.7, "momentum": 0.9}
+        rounds = {"method": "diloco", "sync_every": 10, "fragments": 4, "momentum_warmup": 0}
+        self.outer: dict[str, Any] = {**rounds, **exact, **outer}
 
     def peer(self, *initial_peers: str, seed: int = 0, **options: Any) -> Trainee:
         """A peer that is not started yet."""
@@ -261,18 +253,17 @@ class Command:
     def stderr(self) -> str:
         return self.err.read_text()
 
-    def messages(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """JSON lines that it has written so far."""
-        whole = self.stdout.rpartition("\n")[0].splitlines()
-        parsed = [json.loads(line) for line in whole if line.startswith("{")]
-        return [message for message in parsed if kind in (None, message.get("t"))]
+    @property
+    def said(self) -> str:
+        """All that it has written so far."""
+        return f"{self.stdout}\n{self.stderr}"
 
     def sees(self, condition: Callable[[], T], what: str) -> T:
         """The first true value of `condition`; fails when the command ends without one."""
 
         def either() -> T:
             alive, value = self.process.poll() is None, condition()
-            assert alive or value, f"it ended before {what}\n{self.stdout}\n{self.stderr}"
+            assert alive or value, f"it ended before {what}\n{self.said}"
             return value
 
         return eventually(either, what)
@@ -294,26 +285,26 @@ class Command:
 
         self.sees(reached, f"outer step {version}")
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+    def wait(self) -> int:
         """Exit code."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs\n{self.stdout}\n{self.stderr}") from None
+            raise AssertionError(f"still runs\n{self.said}") from None
 
     def interrupt(self) -> Command:
         """Itself, when it has ended well after Ctrl+C."""
         self.process.send_signal(signal.SIGINT)
         return self.done()
 
-    def done(self, code: int = 0, timeout_s: float = DEADLINE_S) -> Command:
+    def done(self, code: int = 0) -> Command:
         """Itself, when it has ended with this exit code."""
-        assert self.wait(timeout_s) == code, f"{self.stdout}\n{self.stderr}"
+        assert self.wait() == code, self.said
         return self
 
     def family(self, word: str = "") -> list[int]:
-        """Ids of all living processes that descend from this command, however they detached
-        themselves, and have that word among their arguments."""
+        """Ids of all living processes that descend from this command, and have that word among
+        their arguments."""
         found = warm.marked(self.mark)
         for process in marked(warm.MARK, self.mark):
             with suppress(OSError):  # it has ended
@@ -347,20 +338,13 @@ def command(
     It finds what is in `modules` first. `start=subprocess.Popen` is for tests of how a process
     starts.
     """
-    mark = uuid.uuid4().hex
+    mark, words = uuid.uuid4().hex, [sys.executable, *" ".join(arguments).split()]
     out, err = directory / f"{mark}.out", directory / f"{mark}.err"
-    environment = os.environ | {warm.MARK: mark, "PYTHONPATH": f"{modules}:{ROOT}"}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+    own = {warm.MARK: mark, "PYTHONPATH": f"{modules}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    where = {"cwd": directory, "env": os.environ | own | {"COLUMNS": "400"}}
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = start(
-            [sys.executable, *" ".join(arguments).split()],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            cwd=directory,
-            start_new_session=True,
-        )
+        files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        process = start(words, **where, **files, start_new_session=True)
     started = Command(process, out, err, mark)
     try:
         yield started

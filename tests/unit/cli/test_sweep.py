@@ -77,7 +77,7 @@ def signalled(name: str, *numbers: int) -> Iterator[None]:
     """Once this member waits, this process gets the signals."""
 
     def watch() -> None:
-        eventually((Path("s") / name / "waits").exists, name, timeout_s=240)
+        eventually((Path("s") / name / "waits").exists, name)
         for number in numbers:
             os.kill(os.getpid(), number)
 

@@ -9,19 +9,21 @@ error: when the code changes, so does the mutant.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.abc import Loader
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.places import ROOT
+
 FEW, SEEDS, NODE_SEEDS = 16, 60, 20
 # Mutants of nodes, and the seed from which on the fuzz of nodes finds them.
 NODES = {
@@ -59,20 +61,15 @@ def mutated(mutant: Mutant) -> dict[str, tuple[Path, str]]:
     return sources
 
 
-class Finder:
+class Finder(Loader):
     """Imports the modules that are changed; it loads them, too."""
 
     def __init__(self, sources: dict[str, tuple[Path, str]]) -> None:
         self._sources = sources
 
     def find_spec(self, fullname: str, *_: object) -> object:
-        if fullname not in self._sources:
-            return None
-        path = self._sources[fullname][0]
-        return importlib.util.spec_from_file_location(fullname, path, loader=self)  # type: ignore[arg-type]
-
-    def create_module(self, spec: object) -> None:
-        return None
+        path, _source = self._sources.get(fullname, ("", ""))
+        return spec_from_file_location(fullname, path, loader=self) if path else None
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._sources[module.__name__]

@@ -8,11 +8,6 @@ from pathlib import Path
 
 from diloco.config.registry import REGISTRIES
 
-MISSING = (
-    "is not installed here; expected one of nesterov, delayed_nesterov, or ask whoever started the"
-    " run which package has it"
-)
-
 OUTER_LION = """
 from diloco import OuterOptimizer, register
 

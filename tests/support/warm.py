@@ -1,13 +1,10 @@
-"""Processes that begin with the libraries imported: each is forked from one that has done nothing
-else.
+"""Processes that begin with the libraries imported, which takes four seconds of a core otherwise.
 
-    Popen (here) -> a request with three files -> the server forks -> the child becomes `python -m
-    MODULE ...`
+    Popen (here) -> a request with three files -> the server, which has imported them, forks
+    -> the child becomes `python -m MODULE ...`
 
-To import torch, transformers and hivemind takes four seconds of a core, and a test of real
-processes starts several. The server has one thread, so its children may use locks. What a warm
-process starts with `subprocess` and the same interpreter is warm as well. The server ends with the
-process that started it.
+The server has one thread, so its children may use locks. What a warm process starts with
+`subprocess` and the same interpreter is warm as well. The server ends with its starter.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PLACE = "DILOCO_TEST_SERVER"  # a folder: the server's socket, and a file for each warm process
 MARK = "DILOCO_TEST_MARK"
-# that a warm process may become; any script as well
-MODULES = ("diloco", "diloco.train", "torch.distributed.run")
+MODULES = ("diloco", "diloco.train", "torch.distributed.run")  # warm; any script of ours as well
 RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 POPEN = ("subprocess", RANKS)  # where the name stands by which a warm process starts others
 LIBRARIES = (
@@ -56,13 +52,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         cwd, env, pipes, session = given[5], given[6], given[10:16], given[21]
         theirs = (pipes[0], pipes[3], pipes[5])  # -1 is a file of this process
         files = [own if one == -1 else one for own, one in enumerate(theirs)]
-        request = {
-            "arguments": words,
-            "environment": dict(os.environ if env is None else env),
-            "directory": os.fspath(cwd or os.getcwd()),
-            "session": session,
-        }
-        content = json.dumps(request).encode()
+        env, cwd = dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd())
+        content = json.dumps([words, env, cwd, session]).encode()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(f"{os.environ[PLACE]}/socket")
         socket.send_fds(self._line, [len(content).to_bytes(4, "big")], files)
@@ -71,20 +62,16 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self.pid = int.from_bytes(_exactly(self._line, 4), "big")
         self._child_created = True
 
-    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
-        if self._line is None:
-            return super()._internal_poll(*given, **named)  # type: ignore[misc, no-any-return]
-        return self._wait_for(0.0)
-
     def _wait(self, timeout: float | None) -> int:
         if self._line is None:
             return super()._wait(timeout)  # type: ignore[misc, no-any-return]
-        if (code := self._wait_for(timeout)) is None:
+        if (code := self._internal_poll(timeout=timeout)) is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
 
-    def _wait_for(self, timeout: float | None) -> int | None:
-        assert self._line is not None
+    def _internal_poll(self, *given: Any, timeout: float | None = 0.0, **named: Any) -> int | None:
+        if self._line is None:
+            return super()._internal_poll(*given, **named)  # type: ignore[misc, no-any-return]
         if self.returncode is None and select.select([self._line], [], [], timeout)[0]:
             try:
                 self.returncode = int.from_bytes(_exactly(self._line, 4), "big", signed=True)
@@ -95,8 +82,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def becomes(command: Any) -> list[str]:
-    """What of a command a warm process can become: arguments behind the interpreter; nothing if it
-    cannot."""
+    """The arguments of a command behind the interpreter; none if it cannot be warm."""
     arguments = [] if isinstance(command, str) else [os.fspath(one) for one in command]
     if PLACE not in os.environ or arguments[:1] != [sys.executable]:
         return []
@@ -110,16 +96,11 @@ def becomes(command: Any) -> list[str]:
 def start_server() -> None:
     """Lets what this process starts from now on be warm."""
     place = Path(tempfile.mkdtemp(prefix="diloco-warm-"))
+    command = [sys.executable, "-m", "tests.support.warm", str(place)]
+    env = {**os.environ, PLACE: str(place), "OMP_NUM_THREADS": "1"}
     with (place / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", str(place)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, PLACE: str(place), "OMP_NUM_THREADS": "1"},
-        )
+        files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        process = subprocess.Popen(command, **files, start_new_session=True, cwd=ROOT, env=env)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         raise RuntimeError(f"the server of warm processes ended: {(place / 'log').read_text()}")
@@ -155,7 +136,7 @@ def _begun(process: int) -> str | None:
 # -- in the server ---------------------------------------------------------------------------------
 
 
-def serve(place: Path) -> dict[str, Any]:
+def serve(place: Path) -> list[Any]:
     """Forks for every request, until its input closes; returns the request in each child.
 
     Another fork stands between the server and the child, and waits for its end.
@@ -173,7 +154,7 @@ def serve(place: Path) -> dict[str, Any]:
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         length, files, _, _ = socket.recv_fds(line, 4, 3)
-        request: dict[str, Any] = json.loads(_exactly(line, int.from_bytes(length, "big")))
+        request: list[Any] = json.loads(_exactly(line, int.from_bytes(length, "big")))
         process = os.fork()
         if process == 0:
             for one in (listener, line):
@@ -192,14 +173,13 @@ def serve(place: Path) -> dict[str, Any]:
     os._exit(0)
 
 
-def become(request: dict[str, Any]) -> None:
+def become(arguments: list[str], environment: dict[str, str], cwd: str, session: bool) -> None:
     """This process goes on as `python ARGUMENTS` would."""
-    if request["session"]:
+    if session:
         os.setsid()
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["directory"])
-    arguments = request["arguments"]
+    os.environ.update(environment)
+    os.chdir(cwd)
     if MARK in os.environ:
         own = Path(os.environ[PLACE]) / f"{os.getpid()}.{os.environ[MARK]}"
         words = [_begun(os.getpid()), *arguments, f"RANK={os.environ.get('RANK')}"]
@@ -211,13 +191,13 @@ def become(request: dict[str, Any]) -> None:
     for module in POPEN:
         sys.modules[module].Popen = Popen  # type: ignore[attr-defined]
     path = [one for one in os.environ.get("PYTHONPATH", "").split(":") if one]
-    own_place = os.getcwd() if arguments[0] == "-m" else str(Path(arguments[0]).parent)
+    is_module = arguments[0] == "-m"
+    own_place = os.getcwd() if is_module else str(Path(arguments[0]).parent)
     sys.path[:] = list(dict.fromkeys([own_place, *path, *sys.path]))
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+    sys.argv = arguments[is_module:]
+    if is_module:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -236,4 +216,4 @@ if __name__ == "__main__":
 
     for library in LIBRARIES:
         importlib.import_module(library)
-    become(serve(Path(sys.argv[1])))
+    become(*serve(Path(sys.argv[1])))

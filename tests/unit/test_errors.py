@@ -85,7 +85,6 @@ def test_what_a_peer_said_cannot_move_the_cursor(capsys: pytest.CaptureFixture[s
 def test_what_a_terminal_lacks_is_written_in_plain_characters(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
-    """Also names of files, which Python opens in UTF-8 mode."""
     code = (
         "from diloco.errors import *; from diloco.text import BARS; from pathlib import Path;"
         "in_utf8(); guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"

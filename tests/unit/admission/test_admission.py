@@ -231,7 +231,6 @@ def test_only_the_newest_list_of_the_owner_counts(door: Admission) -> None:
 
 
 def test_a_list_is_remembered_beside_the_key(tmp_path: Path) -> None:
-    """It is signed again."""
     path = tmp_path / "run.key"
     assert Revoked.remembered(KEY, path, "run").number == 0
     Revoked.sign(KEY, "other", 7, [], [BOB]).remember(path, "other")

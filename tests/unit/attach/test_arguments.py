@@ -57,7 +57,6 @@ def test_a_mistake_is_named_as_it_was_typed(settings: dict[str, Any], said: str)
 
 
 def test_settings_of_the_outer_step_come_from_several_places() -> None:
-    """Keywords are above `outer`; the size of a model decides on the fragments of a preset."""
     swarm = Swarm(run_id="run", outer="streaming", lr=0.6)
     assert (swarm.outer.sync_every, swarm.outer.pattern, swarm.outer.overlap) == (100, "strided", 5)
     assert swarm.outer.lr == 0.6
@@ -94,7 +93,6 @@ def run(*lines: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kind", ["ConfigError", "JoinError", "DivergedError"])
 def test_an_error_that_ends_a_program_is_one_line(kind: str) -> None:
-    """Whoever made the program; a bug has a traceback."""
     error = f"    raise {kind}('nobody is\\nthere')"
     assert run("try:", "    1 / 0", "finally:", error) == (1, "diloco: error: nobody is there\n")
     code, said = run("try:", error, f"except {kind}:", "    raise PayloadError('y')")
@@ -173,7 +171,6 @@ def test_functions_take_the_place_of_lines_and_quiet_has_none(capsys: CaptureFix
 
 
 def test_what_was_opened_ends_once() -> None:
-    """By `close`, by a with block, or by an error in one."""
     node = LastFlight()
     swarm = with_node(node, quiet=True).open()
     sync = attached(swarm).open()
@@ -214,7 +211,6 @@ class Range(IterableDataset[int]):
 
 
 def test_parts_of_different_index_have_nothing_in_common() -> None:
-    """A dataset of the library stays one."""
     for data in (list(range(10)), Range(10), torch.arange(10)):
         parts = [with_node().shard(data, index=index, of=3) for index in range(3)]
         found = [int(item) for part in parts for item in DataLoader(part, batch_size=None)]
@@ -283,7 +279,6 @@ def test_what_cannot_be_sharded_is_refused(data: Any, settings: dict[str, int], 
 
 
 def test_what_comes_too_early_is_refused(tmp_path: Path) -> None:
-    """An address, and checkpoints after the key was made."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with made(quiet=True) as swarm:

@@ -81,7 +81,6 @@ def test_a_peer_remembers_whom_it_knew_in_a_run(tmp_path: Path) -> None:
 
 
 def test_a_peer_listens_where_it_did_if_it_can(tmp_path: Path) -> None:
-    """Where any port would do."""
     key = tmp_path / "identity.key"
 
     def listens(listen: str) -> Sequence[str]:
@@ -148,7 +147,6 @@ def attach(swarm: Swarm) -> Any:
 
 
 def test_a_second_try_is_the_same_peer_and_calls_whom_it_knew(network: Network) -> None:
-    """At the address where it was, if the port is free. Two at once are two, though."""
     keys, heard = set(), list[str]()
     run = {"run_id": "again", "on_event": lambda kind, fields: heard.append(kind)}
     for _ in range(2):
@@ -187,7 +185,6 @@ def test_who_was_told_an_address_calls_again_for_a_while(
 
 
 def test_a_peer_that_was_left_attached_leaves_when_the_next_comes(network: Network) -> None:
-    """Of the same thread and run, with any optimizer; not if the next one joins at it."""
     trained = made()
     for _ in range(2):
         again = peer(run_id="cell")

@@ -108,7 +108,6 @@ def test_a_fused_optimizer_takes_over_the_state_of_another(fused: bool) -> None:
 def test_muon_steps_along_all_directions_of_a_matrix(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: Any
 ) -> None:
-    """Whatever the iteration computes in: all singular values of a step are alike."""
     monkeypatch.setattr(inner, "iteration_dtype", lambda device: dtype)
     torch.manual_seed(0)
     matrix = nn.Parameter(torch.zeros(shape))

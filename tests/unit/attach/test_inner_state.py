@@ -62,7 +62,6 @@ def taken(optimizer: torch.optim.Optimizer) -> InnerState:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_state_that_was_taken_over_steps_as_the_donor_s(name: str, registers: None) -> None:
-    """To the bit; also that of an optimizer of a user's."""
     exec(LION, {})
     donor, joiner = net(), net()
     there, here = MAKERS[name](donor), MAKERS[name](joiner)

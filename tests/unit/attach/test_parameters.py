@@ -77,7 +77,6 @@ def test_parameters_that_no_swarm_can_keep_are_refused(model: nn.Module, why: st
 
 
 def test_an_optimizer_has_parameters_of_what_is_attached_and_no_others() -> None:
-    """Of which kind and size ever: one that is alone in a group, empty, or shared by two models."""
     model, head, copied = nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(4, 3)
     model.empty = nn.Parameter(torch.zeros(0))  # type: ignore[assignment]
     several = [*model.parameters(), *head.parameters()]
@@ -154,8 +153,6 @@ def fsdp2(model: nn.Module) -> nn.Module:
     [*itertools.permutations((ddp, compiled)), (inside(compiled), inside(ddp)), (fsdp2, ddp)],
 )
 def test_wrappers_change_no_name(wraps: Sequence[Callable[[nn.Module], nn.Module]]) -> None:
-    """Whichever, in which order, around the model or a part: its peers have the same run and the
-    same checkpoints."""
     plain, model = Net(), Net()
     wrapped: nn.Module = model
     for wrap in wraps:
@@ -251,7 +248,6 @@ def test_a_digest_is_of_names_shapes_and_values() -> None:
 
 
 def test_buffers_that_training_changes_are_named_once() -> None:
-    """Those that stay are not worth a word."""
     said: list[tuple[str, dict[str, object]]] = []
     model = Net()
     attached = TrainedParams(model)

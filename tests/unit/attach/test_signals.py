@@ -163,7 +163,6 @@ def test_a_loop_ends_with_a_goodbye(number: int, tmp_path: Path, monkeypatch: Mo
 def test_a_signal_leaves_a_checkpoint_of_the_last_exchange(
     tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    """Unless there is one; with what the loop has added last."""
     loop, saved = Loop(tmp_path, monkeypatch), []
     save = lambda self, sync, run, state: saved.append(state)  # noqa: E731
     monkeypatch.setattr("diloco.attach.saved.LoopCheckpoints.save", save)

@@ -92,7 +92,6 @@ HEAVY = {"torch", "transformers", "hivemind", "datasets", "numpy", "rich"}
 
 
 def test_what_does_not_train_imports_nothing_heavy() -> None:
-    """And output into a closed pipe is no error."""
     code = f"HEAVY = {HEAVY}\n{CODE}"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     said = [line for line in shown.stderr.splitlines() if line[:1].isdigit()]

@@ -60,12 +60,6 @@ def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> 
     assert [point.loss for point in second.curve] == [5.0, 3.9, 3.0]
 
 
-def test_the_worst_loss_is_one_that_every_finished_run_reached(tmp_path: Path) -> None:
-    failed = make(tmp_path / "c", losses=(5.0,), exit=4)
-    make(tmp_path / "a"), make(tmp_path / "b", losses=(5.0, 3.5))
-    assert (compare(tmp_path).worst_loss(), compare(failed).worst_loss()) == (3.5, 5.0)
-
-
 def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:
     place = make(tmp_path / "a")
     (place / "summary.json").unlink()

@@ -74,7 +74,6 @@ def test_an_invitation_with_an_address_is_the_whole_link(place: Path, typed: Typ
 
 
 def test_an_invitation_in_a_file_is_for_its_owner_alone(place: Path, typed: Typed) -> None:
-    """And joins from there."""
     options = ["invite", "--key", "k", "--run", "mine", ADDRESS, "--out"]
     assert typed(*options, "link.txt") == ""
     assert stat.S_IMODE((place / "link.txt").stat().st_mode) == 0o600

@@ -113,7 +113,6 @@ def test_what_is_typed_is_what_is_set(overrides: str) -> None:
 
 
 def test_yaml_read_back_is_the_same_configuration(tmp_path: Path) -> None:
-    """Over which settings and groups are replaced."""
     file = tmp_path / "config.yaml"
     lines = [[], ["data=hub", "model=14m"], ["outer.momentum=0.5", "data=text", "data.path=x"]]
     for overrides in lines:

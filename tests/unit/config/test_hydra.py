@@ -90,7 +90,6 @@ def complaint(*overrides: str, start: ConfigSource | None = None) -> str:
 def test_a_command_of_hydra(
     command: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of its documentation."""
     code = exit_code(*shlex.split(command)[1:])
     shown = capsys.readouterr()
     if expected.startswith("! "):

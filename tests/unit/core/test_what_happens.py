@@ -208,8 +208,6 @@ def test_a_tie_of_two_sides_falls_alike_in_all_fragments() -> None:
 
 @pytest.mark.parametrize("index", [1, 3])
 def test_broken_link(index: int) -> None:
-    """Between the author and another peer: the rest carry its contributions, its records and its
-    leases."""
     swarm = Scene(after=5.0)
     author = swarm.author()
     order = sorted(set(swarm.peers) - {author.name}, key=lambda name: score(0, name))
@@ -249,7 +247,6 @@ def test_who_lacks_what_the_run_starts_from_gets_it_from_the_other() -> None:
 
 
 def test_all_restart() -> None:
-    """From checkpoints of any age: the greatest tip goes on."""
     swarm = Scene()
     saves = []
     for _ in range(4):
@@ -266,7 +263,6 @@ def test_all_restart() -> None:
 
 
 def test_restarts() -> None:
-    """Nothing runs out."""
     swarm = Swarm(ProtocolSettings(sync_every=4, settle_s=1.0))
     peer = swarm.add("a")
     for number in range(200):

@@ -190,7 +190,6 @@ def test_a_position_of_another_source_is_refused(state: dict[str, Any]) -> None:
 
 
 def test_the_standard_library_is_real_text_in_a_fixed_order() -> None:
-    """Without tests, tables or local paths."""
     opened = data.load(DataConfig(source="stdlib", sequence_length=128), seed=0)
     assert len(opened.training) > 30_000  # type: ignore[attr-defined]
     assert next(opened.batches(4)).shape == (4, 128)
@@ -214,7 +213,6 @@ def test_a_text_is_cut_between_characters(
 
 
 def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path: Path) -> None:
-    """And is loaded back where it was saved."""
     written(tmp_path, {f"{number}.txt": f"w{number} w{number}" for number in range(400)})
     settings = config("text", tmp_path, tokenizer=word_tokenizer, sequence_length=3)
     opened = data.load(settings, seed=0)
@@ -230,7 +228,6 @@ def test_a_transformers_tokenizer_packs_its_tokens(word_tokenizer: str, tmp_path
 
 @given(text=st.text())
 def test_bytes_survive_the_round_trip(text: str) -> None:
-    """And tokens that are no bytes are left out of the text."""
     tokenizer = ByteTokenizer()
     content = text.encode("utf-8", errors="ignore")
     tokens = tokenizer.encode([content])[0].tolist()
@@ -304,7 +301,6 @@ COMMIT = "a1" * 20
 def test_a_tokenizer_at_a_commit_is_no_path(
     word_tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where a directory of this machine has its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cache = tmp_path / "cache"

@@ -174,7 +174,6 @@ NAMES = [*"a::b a* a[12] a?{x,y} file: ~ zip: a=b \u00e9\u202e \\ $HOME".split()
 
 @pytest.mark.parametrize("source", ["json", "parquet", "text"])
 def test_a_name_is_a_name(source: str, tmp_path: Path) -> None:
-    """Never a pattern, an address or a chain of them."""
     suffix = {"json": ".jsonl", "parquet": ".parquet", "text": ""}[source]
     for number, name in enumerate(NAMES):
         sink = io.BytesIO()

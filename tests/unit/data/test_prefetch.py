@@ -115,7 +115,6 @@ def test_an_error_is_raised_when_its_batch_is_due() -> None:
 
 
 def test_closing_does_not_wait_for_what_nobody_will_train_on() -> None:
-    """And a closed stream begins anew when it is asked."""
     source = Recorded(waits_at=2)
     stream = Prefetched(source, depth=4)
     next(stream)
@@ -151,7 +150,6 @@ def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(
 @example(sizes=[4, 3, 2, 1], shards=1)
 @settings(max_examples=30)
 def test_all_ranks_have_the_batch_of_one_process(sizes: list[int], shards: int) -> None:
-    """Also when a run goes on with another number of ranks."""
     array, batch = numbered(29), math.lcm(*sizes)
     whole = NumberedStream(array, batch, 5, 0, shards)
     for size in sizes:
@@ -211,7 +209,6 @@ LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
 def test_a_run_has_units_or_a_stream(
     overrides: str, size: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The latter where its data is cut."""
     monkeypatch.setattr("diloco.train.run.identity_number", lambda path: 7)
     asked = Mock()  # a dataset, and a peer of the swarm
     ranks = RankGroup(torch.device("cpu"), 0, size)

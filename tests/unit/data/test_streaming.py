@@ -89,7 +89,6 @@ def table(path: Path, texts: Sequence[str | None], kind: str) -> None:
 def test_peers_read_each_row_of_an_epoch_once(
     lengths: list[int], deal: list[tuple[int, int]], kind: str
 ) -> None:
-    """However many files and peers, whoever comes when, in whatever portions."""
     with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "JUMP_ROWS", 2)
         suffix = "parquet" if kind == "parquet" else "jsonl"
@@ -139,7 +138,6 @@ def test_peers_of_one_swarm_train_on_different_documents(
 
 @pytest.mark.parametrize("shards", [1, 7])
 def test_shards_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
-    """But the text that is held out."""
     seen = Counter[bytes]()
     for shard in range(shards):
         [taken] = streaming.ShardUnits(shard, shards).take(len(range(shard, len(ROWS), shards)))
@@ -153,7 +151,6 @@ def test_shards_are_disjoint_and_cover_all(streamed: Any, shards: int) -> None:
 def test_a_resumed_stream_equals_an_uninterrupted_one(
     hub: Path, streamed: Any, shards: int, many_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At its beginning, in its first and in a later epoch; and a state can be used twice."""
     monkeypatch.setattr(files, "MANY_FILES", many_files)
     opened = data.load(config("hub", name=str(hub)), seed=3)
     stream, states, whole = opened.batches(2, shard=0, shards=shards), {}, []
@@ -211,7 +208,6 @@ def test_a_position_of_another_kind_is_refused(state: Any, streamed: Any) -> Non
 
 
 def test_without_leases_training_goes_on(large: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The author died, for example. A line says so."""
     dealer = Dealer()
     stream = large.batches(2, leases=dealer)
     before = read_by(stream, 5)
@@ -297,7 +293,6 @@ def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str
 
 
 def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Compressed, in capital letters; what is of another kind is counted in a line."""
     row = json.dumps({"text": "a"}).encode()
     files: dict[str, str | bytes] = {"a.jsonl": row, "A.JSONL": row}
     files |= {"b.jsonl.gz": gzip.compress(row), "c.jsonl.xz": lzma.compress(row)}
@@ -312,8 +307,6 @@ def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCapture
 def test_columns_that_differ_do_not_end_a_stream(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does a later file without the one that counts: a line names it, and peers agree on the
-    numbers behind it."""
     for file, field in enumerate(("text", "body", "text")):
         ids = [*range(5)], ["x"] * 5, [[1]] * 5
         rows = [{field: f"{file} {row}", "id": ids[file][row]} for row in range(5)]
@@ -369,7 +362,6 @@ def pinned(
 def test_a_dataset_at_a_commit_is_asked_of_the_hub_only(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where a directory of this machine has its name."""
     import datasets
 
     monkeypatch.chdir(written(tmp_path, {"org/set/train.jsonl": "{}"}))

@@ -91,7 +91,6 @@ def refused(work: Callable[[], object], said: str, kind: type[DilocoError] = Con
 def test_a_late_trainer_has_the_swarms_rate_and_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ends with it. The figures are in what it logs and sends."""
     from transformers import TrainerCallback
 
     sent: list[dict[str, Any]] = []
@@ -234,7 +233,6 @@ def lightened(directory: Path, name: str, workers: int = 0) -> list[int]:
 def test_peers_of_one_seed_train_on_other_batches(
     seen: Callable[..., list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And each says so."""
     a, b, again = (seen(tmp_path, name) for name in "aba")
     assert a == again != b and len(set(a)) == len(a) == 16
     line = "diloco: this peer reads its data in an order of its own "

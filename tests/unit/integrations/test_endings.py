@@ -80,7 +80,6 @@ def test_a_signal_ends_a_trainer_with_a_checkpoint(
 
 
 def test_a_signal_ends_lightning_with_a_goodbye(node: Node, tmp_path: Path) -> None:
-    """Also while it waits for others, of which Lightning's own handler knows nothing."""
 
     async def begin(*_: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
@@ -192,7 +191,6 @@ def compute_loss(model: Language, inputs: Any, return_outputs: bool = False, **_
 
 
 def test_a_trainer_counts_what_its_own_loss_reads(tmp_path: Path) -> None:
-    """And not what it evaluates; again and again with one callback in several trainers."""
     item = {"input_ids": torch.arange(6), "labels": torch.arange(6)}
     own, told = callback(Going()), {"learning_rate": 1e-5, "gradient_accumulation_steps": 3}
     told |= {"eval_strategy": "steps", "eval_steps": 1}
@@ -215,7 +213,6 @@ def test_a_trainer_whose_batches_nobody_sees_is_refused(tmp_path: Path) -> None:
 
 
 def test_lightning_counts_batches_too(tmp_path: Path) -> None:
-    """Each micro-batch is two samples of four numbers."""
     own = callback(Going(), "DilocoLightningCallback")
     fit(tmp_path, own, accumulate_grad_batches=3)
     assert own.attachment.tokens == 4 * 3 * 2

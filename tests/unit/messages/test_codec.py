@@ -162,7 +162,6 @@ def test_there_is_an_example_of_every_kind() -> None:
 
 
 def test_the_largest_messages_fit_their_frames() -> None:
-    """Of honest peers: a whole state of as many peers, parts and contributions as there may be."""
     peer, ranges = "Q" * 52, [(2**49 + 2 * at, 2**49 + 2 * at + 1) for at in range(MAX_RANGES)]
     units, name = tuple(ranges[:MAX_UNIT_RANGES]), "n" * 24
     line = Line(0, peer, 2**50, D, 2**40, 2**50, units, 1e30, D, name, b"s" * 560)

@@ -52,7 +52,6 @@ def saved(small: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
-    """Which starts in training mode, in fp32 on the CPU."""
     torch.manual_seed(99)
     torch.rand(7)
     before = torch.random.get_rng_state()
@@ -64,7 +63,6 @@ def test_the_seed_alone_says_the_weights_of_a_model(small: nn.Module) -> None:
 
 
 def test_the_loss_is_the_mean_over_predicted_tokens(small: nn.Module) -> None:
-    """That of transformers, too; it is near that of guessing, and leaves the tokens alone."""
     tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
     before, changed = tokens.clone(), tokens.clone()
     changed[:, -1] += 1
@@ -228,7 +226,6 @@ def test_a_damaged_directory_is_refused_in_one_line(
 def test_numbers_that_no_model_has_are_refused(
     saved: Path, small: nn.Module, tmp_path: Path
 ) -> None:
-    """Before a config is made; so are those of a saved one."""
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         most = f"^model.config.{name}: 1000000000 is more than 16777216"
         with pytest.raises(ConfigError, match=most):

@@ -139,7 +139,6 @@ EDGES.view(-1, BLOCK)[:, 1:] *= -0.5
 @settings(max_examples=100)
 @given(chunk_values())
 def test_int8_is_the_nearest_multiple_of_the_smallest_scale(x: Tensor) -> None:
-    """Of the smallest scale that fits."""
     for block, got in zip(blocks(x), blocks(round_trip("int8", x)), strict=True):
         largest = np.abs(block).max()
         scale = 2.0**-126

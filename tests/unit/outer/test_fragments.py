@@ -63,7 +63,6 @@ def models(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_every_element_is_in_one_fragment_and_moved_once(
     parameters: dict[str, Tensor], pattern: str, data: st.DataObject
 ) -> None:
-    """It is gathered and scattered exactly once."""
     total = most = number_elements_(parameters)
     if pattern == "strided":
         most = len({name.rpartition(".")[0] for name in parameters if "." in name})
@@ -142,7 +141,6 @@ def test_strided_deals_layers_in_turn_the_rest_to_the_lightest() -> None:
 
 
 def test_an_impossible_number_of_fragments_is_refused() -> None:
-    """With the largest possible."""
     for fragments in (0, 9):
         impossible = rf"outer\.fragments={fragments} is not possible; choose 1 to 8"
         with pytest.raises(ConfigError, match=impossible):

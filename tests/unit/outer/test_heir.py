@@ -79,24 +79,6 @@ def test_a_backup_knows_the_state_whatever_the_codec_loses(optimizer: str, codec
 
 
 @pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
-def test_a_successor_goes_on_in_the_middle_of_a_window(optimizer: str) -> None:
-    """Eight contributions move the master as far, whoever was author of which."""
-    undisturbed, rounds = (Rounds("fp32", optimizer=optimizer) for _ in range(2))
-    start = rounds.author.anchors[0].clone()
-    for version in range(8):
-        merged(undisturbed.author, undisturbed.deltas(1))
-        if version == 3:
-            rounds.heir.hold(0)
-            rounds.author = rounds.heir
-        update, step = merged(rounds.author, rounds.deltas(1))
-        if version < 3:
-            rounds.heir.apply_update_(0, update, step)
-    ours, theirs = (one.author.aggregates[0].master for one in (rounds, undisturbed))
-    assert relative_error(theirs - start, ours - start) < 1e-4
-    assert_same(rounds.author.states[0], undisturbed.author.states[0], 1e-4)
-
-
-@pytest.mark.parametrize("optimizer", OUTER_OPTIMIZERS)
 def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: str) -> None:
     rounds = Rounds("int8", optimizer=optimizer)
     for _ in range(3):

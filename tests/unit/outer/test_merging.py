@@ -85,7 +85,6 @@ every_rule = pytest.mark.parametrize("rule", [*MERGE_RULES, "weighted_median", "
 @every_rule
 @pytest.mark.parametrize("codec_up", ["fp32", "int8"])
 def test_the_order_of_arrival_does_not_matter(rule: str, codec_up: str) -> None:
-    """Also where one lies."""
     found = {**contributions(5), "p3": -10 * contributions(5)["p3"]}
     settings = settings_of(rule, codec_up=codec_up)
     weights = {peer: 1.0 + i / 7 for i, peer in enumerate(found)}

@@ -177,8 +177,6 @@ FEW = 3 * BLOCK + 500
 def test_an_update_is_no_longer_than_its_contributions_allow(
     optimizer: str, codec: str, outlier: float
 ) -> None:
-    """Of contributions that agree, then turn, then hardly move, while there is still something lost
-    to publish."""
     quorum = {"quorum": 1} if OUTER_OPTIMIZERS[optimizer].windowed else {}
     codecs = {"codec_up": "fp32", "codec_down": codec}
     settings = outer(optimizer=optimizer, momentum_warmup=0, robust="none", **codecs, **quorum)

@@ -224,8 +224,6 @@ def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -
 
 
 def test_by_default_the_momentum_rises_over_the_run() -> None:
-    """Over the rounds that are planned; without a plan with its age, of which a window of
-    contributions is one step."""
     # 1 / (1 - 0.7) = 10/3, so 1, 13/6, 10/3 at the beginning, in the middle and at the end; 1 -
     # 6/13 = 7/13.
     planned = [momentum_of(OuterStep(version, 4), rounds=16) for version in (0, 8, 16, 40)]

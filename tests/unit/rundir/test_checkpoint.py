@@ -104,7 +104,6 @@ def count_operations(action: Callable[[], Any]) -> int:
 def test_a_crash_leaves_a_complete_checkpoint(
     tmp_path: Path, before: int | None, step: int, keep: int
 ) -> None:
-    """At any operation: before the rename the old one, after it the new one."""
 
     def prepare(name: str) -> CheckpointStore:
         store = CheckpointStore(tmp_path / name, keep=keep)
@@ -135,7 +134,6 @@ def test_a_crash_leaves_a_complete_checkpoint(
 
 
 def test_everything_is_on_the_disk_before_the_rename(tmp_path: Path) -> None:
-    """And the rename before the return."""
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     with failing(-1, Crash, forever=False) as calls:
@@ -182,7 +180,6 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """And an older checkpoint used."""
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     path = save(store, 2) / name
@@ -341,7 +338,6 @@ def test_tensors_larger_than_a_block_are_saved_in_full(
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
-    """That of another optimizer or model, and one that is neither tensors nor plain."""
     model = torch.nn.Linear(3, 2)
     model(torch.ones(3)).sum().backward()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())

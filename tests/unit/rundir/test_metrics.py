@@ -40,7 +40,6 @@ from tests.support.fake_swarm import snapshot
 def test_lines_of_several_writers_never_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is one write, at what is the end of the file by then."""
     path, real, writes = tmp_path / "metrics.jsonl", os.write, list[bytes]()
     monkeypatch.setattr(
         os, "write", lambda descriptor, data: (writes.append(data), real(descriptor, data))[1]
@@ -189,7 +188,6 @@ def test_every_second_counts_in_exactly_one_phase() -> None:
 
 
 def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
-    """Even if its block fails; and a resumed run adds to the seconds of its earlier sessions."""
     clock = Clock()
 
     def settle() -> None:
@@ -318,7 +316,6 @@ def wandb_log(tmp_path: Path, *settings: str, mode: str = "offline", **options: 
 
 
 def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under an id that survives a resume."""
     run = FakeWandb(monkeypatch)
     with RunLog(tmp_path, "p0", wandb_log(tmp_path)) as log:
         log.metric(version=1, inner_step=2, tokens=3, loss=4.0)
@@ -334,7 +331,6 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_aggregated_form_logs_the_swarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once per outer step, and now and then within one, under one id."""
     run, clock, seen = FakeWandb(monkeypatch), Clock(), snapshot(3)
     wandb = wandb_log(tmp_path, "wandb.aggregate=true", clock=clock)
     with RunLog(tmp_path, "p0", wandb) as log:

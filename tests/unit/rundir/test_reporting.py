@@ -55,7 +55,6 @@ def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other lines are passed over."""
     reporting.json_lines(PeerStatus("p0", 2.0, "training", 3, loss=math.nan))
     line = json.loads(capsys.readouterr().out)
     assert line.items() >= {"t": "status", "peer": "p0", "version": 3, "loss": None}.items()
@@ -65,7 +64,6 @@ def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixtur
 
 
 def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And a last one."""
     caplog.set_level(logging.INFO)
     listen = reporting.log_lines(compose([f"run.dir={tmp_path}"]), lambda: 2.0)
     listen(Ready("p0", first=True, address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))

@@ -91,7 +91,6 @@ async def test_bytes_take_their_number_over_the_bandwidth_and_latency(
 
 
 async def test_streams_share_an_uplink_fairly(town: Town) -> None:
-    """A short one is soon through."""
     one = await town.peer("one", up=1 * MB)
     sizes = {"two": 4 * MB, "three": 2 * MB, "four": 1000}
     await town.peers(*sizes)
@@ -135,7 +134,6 @@ async def test_nobody_there_is_a_connection_error_after_a_round_trip(town: Town)
 
 
 async def test_a_crash_ends_streams_and_what_was_queued_is_lost(town: Town) -> None:
-    """After the latency."""
     one = await town.peer("one", up=1 * MB, latency_s=0.5)
     await town.peer("two", latency_s=0.5)
     talk = asyncio.ensure_future(town.tell(one, "two", bytes(5 * MB)))

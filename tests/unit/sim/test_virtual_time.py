@@ -40,7 +40,6 @@ async def at_times(loop: VirtualLoop, *happenings: tuple[float, Callable[[], obj
 
 @given(st.lists(st.floats(0, 1e8), max_size=20))
 def test_sleepers_wake_in_the_order_of_their_times(delays: list[float]) -> None:
-    """And at once, after years."""
     woken: list[tuple[float, float]] = []
 
     async def sleeper(delay: float) -> None:
@@ -89,7 +88,6 @@ async def test_an_owner_is_killed_with_all_that_it_started(loop: VirtualLoop) ->
 
 @pytest.mark.parametrize("busy", [True, False])
 async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
-    """While turns follow each other without a pause, and while nothing else ever happens."""
     came, turns = asyncio.Event(), 0
     loop.add_signal_handler(signal.SIGUSR1, came.set)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -102,7 +100,6 @@ async def test_signals_still_come_in(loop: VirtualLoop, busy: bool) -> None:
 
 
 async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
-    """In no time, or in some before and after it."""
     assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
     assert loop.time() == 0.0
     with pytest.raises(ValueError, match="invalid literal"):

@@ -88,7 +88,6 @@ def test_a_version_that_the_core_drops_is_not_in_the_next_one() -> None:
 
 
 def test_a_checkpoint_holds_nothing_of_a_version_that_is_not_applied() -> None:
-    """Or its peer, started again from it, would put the same contributions into the next one."""
 
     async def scene(node: Alone) -> None:
         apply, saved = node.anchors.apply, []

@@ -37,7 +37,6 @@ class Daemon:
 def test_a_daemon_that_does_not_start_has_ended(
     cancelled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the loop is closed."""
     waiting = asyncio.Event()
 
     async def ends(child: Process) -> None:

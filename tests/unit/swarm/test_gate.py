@@ -112,7 +112,6 @@ async def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path)
 async def test_the_longest_list_of_what_is_revoked_is_sent_once(
     key: RunKey, caller_knows: bool
 ) -> None:
-    """From whoever has it to the other."""
     caller, callee = gate(key, "QmCaller"), gate(key, "QmCallee")
     knows, hears = (caller, callee) if caller_knows else (callee, caller)
     tokens, peers = ([f"{n:0{digits}x}" for n in range(MAX_REVOKED)] for digits in (16, 52))
@@ -134,7 +133,6 @@ async def test_a_peer_hears_from_who_calls_it_that_it_is_revoked(key: RunKey) ->
 
 
 async def test_a_stream_of_a_stranger_ends_after_a_refusal(key: RunKey) -> None:
-    """However much comes on it."""
     one, wire = gate(key, "QmOne"), Pipe()
     wire.reader = asyncio.StreamReader()  # its end has not come
     wire.reader.feed_data(bytes(1000 * MAX_GREETING_BYTES))

@@ -46,7 +46,6 @@ def test_buckets_take_bounded_memory_and_full_ones_go_first() -> None:
 
 
 def test_an_older_stream_of_a_stranger_makes_room() -> None:
-    """First one of the same stranger."""
     newest: Newest[int] = Newest()
     over = [one for number in range(limits.STRANGERS_OF_ONE + 2) for one in newest.add("a", number)]
     assert over == [0, 1]
@@ -67,7 +66,6 @@ def test_peers_that_others_name_are_called_so_many_at_a_time() -> None:
 
 
 def test_lines_of_one_peer_hide_none_of_another() -> None:
-    """And those left out are counted."""
     lines, most = EventLines(), int(limits.LINES)
     written = [lines.suppressed("stuck", "liar", NOW) for _ in range(2000)]
     assert written == [0] * most + [None] * (2000 - most)

@@ -91,7 +91,6 @@ def test_streams_that_break_and_are_begun_again_are_no_offence(cuts: list[int]) 
 
 
 def test_what_nobody_wants_is_refused_without_a_penalty() -> None:
-    """It comes again, or too late."""
 
     async def scene(node: Alone) -> None:
         sent = contribution(node)
@@ -149,7 +148,6 @@ def told() -> dict[str, list[str]]:
 
 
 def test_a_question_is_added_by_one_file() -> None:
-    """As `run.code` it is known to the node that answers and to the doctor that asks."""
     assert told() == {}
     code = "from diloco.config import compose; from tests.unit.swarm import test_server as test"
     compose = "compose(['experiment=smoke', 'run.code=tests/support/ping.py'])"

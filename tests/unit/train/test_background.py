@@ -121,7 +121,6 @@ def test_a_boundary_that_was_left_out_is_made_up_for(tmp_path: Path, disk: Disk)
 
 
 def test_a_checkpoint_that_could_not_be_written_is_told(config: Config, disk: Disk) -> None:
-    """And written when there is space."""
     scene, disk.full = Scene(config), True
     disk.open.set()
     scene.step(1)

@@ -54,7 +54,6 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_a_node_goes_on_where_it_stopped(config: Config) -> None:
-    """And nothing is merged again that is in its anchors."""
     saved = alone(after_two_versions, error_feedback=0.5)
     loaded = through_the_disk(saved, config)
     assert loaded.tips == saved.tips

@@ -70,7 +70,6 @@ def test_bits_per_byte_count_the_bytes_that_a_token_stands_for() -> None:
 
 
 def test_evaluating_leaves_everything_as_it_was() -> None:
-    """Also when it fails."""
     model = Table(torch.randn(11, 11))
     model.train()
     model.dropout.eval()

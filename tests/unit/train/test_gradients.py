@@ -92,7 +92,6 @@ def test_the_scale_moves_like_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
-    """Other precisions are not scaled."""
     model, scale = nn.Linear(3, 2), scale_of()
     scale.scaled(model(torch.ones(1, 3)).sum()).backward()  # type: ignore[no-untyped-call]
     assert float(model.weight.grad[0, 0]) == 2.0**16  # type: ignore[index]

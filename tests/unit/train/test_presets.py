@@ -59,7 +59,6 @@ def chats(place: Path) -> Path:
 
 
 def test_a_swarm_fine_tunes_an_adapter_on_conversations(tmp_path: Path) -> None:
-    """Of the model only the adapter travels, and all end with the same."""
     data = ("data=chat", f"data.path={chats(tmp_path / 'chats.jsonl')}", "data.sequence_length=64")
     sent = {}
     for adapter in ("none", "lora"):

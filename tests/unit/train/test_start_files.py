@@ -64,7 +64,6 @@ def test_what_another_checkpoint_differs_in_is_named(saved: Path, tmp_path: Path
 def test_a_run_from_the_hub_names_it(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And needs it no more."""
     with stub_hub(saved) as hub:
         go_online(monkeypatch, hub.url, tmp_path / "cache")
         config = started(f"org/model@{COMMIT}")

@@ -129,7 +129,7 @@ ROOMY = Machine(torch.device("cpu"), "CPU", 2, 8 * GIB, 8 * GIB, "fp32")
 def test_a_batch_is_cut_into_the_fewest_equal_parts_that_fit() -> None:
     """A machine that is too small for one sequence is told by how much."""
     need = MemoryNeed(1_100_000_000, GIB, GIB, GIB)
-    for free, micro_batch in {1: 1, 2: 2, 3: 3, 4: 4, 7: 4, 8: 8, 100: 8}.items():
+    for free, micro_batch in {1: 1, 3: 3, 7: 4, 100: 8}.items():
         assert fit_micro_batch(need, replace(ROOMY, main_bytes=(2 + free) * GIB), 8) == micro_batch
     gpu = replace(ROOMY, device=torch.device("cuda"), device_bytes=4 * GIB, main_bytes=GIB)
     assert fit_micro_batch(need, gpu, 8) == 3

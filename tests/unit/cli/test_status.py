@@ -86,7 +86,6 @@ UNCLEAR = "cannot be understood: "
         (Answering(why="protocols not supported"), "peer oWseed is no diloco peer; check the addr"),
         (Answering(why="dial backoff"), "does not answer"),
         (Answering(*reply(b"", version=99)), f"{UNCLEAR}wire version 99 there does not"),
-        (Answering(*reply(b"junk")), f"{UNCLEAR}that is no snapshot"),
         (Answering(Refusal(reason="not for you")), f"{UNCLEAR}refused: not for you"),
         (Answering(*reply(*[bytes(2**19)] * 17)), "more than"),
         (Answering(*reply(b"x")[:1]), "does not answer"),  # and ends

@@ -100,7 +100,7 @@ def shared(text: str, secret: str, length: int = 10) -> bool:
     return any(secret[at : at + length] in text for at in range(len(secret) - length + 1))
 
 
-@pytest.mark.parametrize("cut", [slice(None), slice(40), slice(30, None), slice(-43, None)])
+@pytest.mark.parametrize("cut", [slice(None), slice(40), slice(-43, None)])
 @pytest.mark.parametrize(
     "place",
     ["{}", "@{}", GOOD + "?token={}", "diloco:/" + GOOD + "?tokn={}", "{}!", "'{}", "{0}{0}"],

@@ -158,63 +158,32 @@ MISTAKES = {
     "inner.warmup_steps=1.5": "* is not valid; expected a whole number of steps, or a part below 1",
     "outer.lr=abc": "* is not valid; expected a number > 0 and <= 10",
     "outer.lr=-1 inner.lr=-1": "… (and 1 more)",
-    "outer.codec_up=int4": (
-        "* is not installed here (did you mean int8?); expected one of fp32, fp16, int8, e3m0, "
-        "stat2, topk, or ask whoever started the run which package has it"
-    ),
+    "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of …, or ask…",
     "outer.overlap=100": "* is not less than outer.sync_every=100; lower it",
     "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
     "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",
-    "outer.lr_by_peers={0:1}": (
-        "outer.lr_by_peers has 0: 1.0; expected a number of peers and a learning rate up to 10"
-    ),
-    "sim.events=[crash]": (
-        "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or join:..."
-    ),
+    "outer.lr_by_peers={0:1}": "outer.lr_by_peers has 0: 1.0; expected a number of peers and a l…",
+    "sim.events=[crash]": "* is not valid; expected a list, each crash:PEER@SECOND, leave:... or …",
     "train.device=gpu": "* is not valid; expected auto, cpu, cuda[:N], xpu[:N] or mps",
     "inner.betas=[0.9,0.95": "* cannot be parsed (…); check brackets and quotes",
-    "run.id=../x": (
-        "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first a letter or"
-        " digit"
-    ),
-    "swarm.initial_peers=[/ip4/127.0.0.1/tcp/4100]": (
-        "* is not valid; expected a list, each an address with a peer id…"
-    ),
+    "run.id=../x": "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first…",
+    "swarm.initial_peers=[/ip4/1.2.3.4/tcp/1]": "* is not valid; expected a list, each an address…",
     "outer.lr": "* is not a setting; write KEY=VALUE or GROUP=CHOICE",
-    "outer.lr=0.1,0.2": (
-        "* is several values; give one value, or a list in brackets: 'outer.lr=[0.1,0.2]'"
-    ),
+    "outer.lr=1,2": "* is several values; give one value, or a list in brackets: 'outer.lr=[1,2]'",
     "model.config.x=inf": "model.config holds nan or an infinity; use finite numbers",
     "run.key=abc": "…* is not valid; expected 64 hexadecimal digits…",
     "swarm.token=abc": "…the token of the invitation cannot be read…",
     # Settings that contradict each other.
-    "budget.outer_steps=null": (
-        "budget.outer_steps and budget.tokens are both null, so the run would never end; set one"
-    ),
-    "local.step_delay_s=[1,2]": (
-        "local.step_delay_s has 2 values for local.peers=4; give one per peer or []"
-    ),
-    "data.path=x": (
-        "* has no effect with data.source=stdlib; drop it, or add data=text, data=json or"
-        " data=parquet"
-    ),
-    "data.name=c4 data=text data.path=x": (
-        "* has no effect with data.source=text; drop it, or use data=hub"
-    ),
+    "budget.outer_steps=null": "budget.outer_steps and budget.tokens are both null, so the run wo…",
+    "local.step_delay_s=[1,2]": "local.step_delay_s has 2 values for local.peers=4; give one per …",
+    "data.path=x": "* has no effect with data.source=stdlib; drop it, or add data=text, data=json…",
+    "data.name=c4 data=text data.path=x": "* has no effect with data.source=text; drop it, or use…",
     "data.source=hub": "* needs a dataset; set data.name, such as allenai/c4",
     "data.shard=0": "data.shard and data.shards belong together; set both or neither",
-    "model.path=x": (
-        "* together with model.config (from model=tiny) leaves open which one counts; "
-        "add model=pretrained, or drop model.path"
-    ),
-    "model=pretrained": (
-        "model.path and model.config are both empty; set model.path=DIRECTORY or choose model=NAME"
-    ),
+    "model.path=x": "* together with model.config (from model=tiny) leaves open which one counts;…",
+    "model=pretrained": "model.path and model.config are both empty; set model.path=DIRECTORY or …",
     "model.config.vocab_size=255": "* cannot hold bytes; data.tokenizer=bytes needs at least 256",
-    "inner.warmup_steps=10000": (
-        "* is not over when the run ends after 10000 inner steps (budget.outer_steps x"
-        " outer.sync_every); lower it, or give it as a part of the run, such as 0.25"
-    ),
+    "inner.warmup_steps=10000": "* is not over when the run ends after 10000 inner steps (…); low…",
 }
 
 

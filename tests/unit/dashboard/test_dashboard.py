@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import urllib.error
 import urllib.request
@@ -98,13 +97,8 @@ def test_prometheus_reads_the_swarm_and_that_it_is_lost() -> None:
         assert metrics["diloco_up"] == 1.0 and dashboard.snapshot is not None
         processed = dashboard.snapshot.ledger.processed
         assert metrics['diloco_tokens{fate="processed"}'] == processed
-
-        def total(of: str) -> float:
-            return sum(
-                value for name, value in metrics.items() if name.startswith(f"diloco_{of}{{")
-            )
-
-        assert (total("tokens"), total("fragments")) == (2 * processed, 24)
+        fates = sum(value for name, value in metrics.items() if name.startswith("diloco_tokens{"))
+        assert fates == 2 * processed
         assert f'diloco_peer_tokens{{peer="worker-02",peer_id="{peer_id(2)}"}}' in metrics
         polled(dashboard, swarm, clock, 10)
         metrics = read()
@@ -119,9 +113,6 @@ def test_a_name_with_quotes_is_one_label() -> None:
         assert 'diloco_peer_tokens{peer="a\\"} 1\\\\",peer_id="' in exposition(dashboard)
 
 
-@pytest.mark.parametrize(("host", "port"), [("203.0.113.7", 0), ("127.0.0.1", 1)])
-def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int) -> None:
-    if port and os.geteuid() == 0:
-        pytest.skip("root may listen on every port")
-    with pytest.raises(ConfigError, match=rf"--host={host} --port={port} cannot be listened on"):
-        dashboard.callback(ADDRESS, host, port)
+def test_an_address_that_cannot_be_listened_on_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--host=203\.0\.113\.7 --port=0 cannot be listened on"):
+        dashboard.callback(ADDRESS, "203.0.113.7", 0)

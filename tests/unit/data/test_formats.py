@@ -81,12 +81,7 @@ def compressed(content: bytes, suffix: str) -> bytes:
     start=st.integers(0, 13),
     mark=st.booleans(),
 )
-@example(
-    rows=[{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}],
-    form="lines",
-    start=0,
-    mark=False,
-)
+@example([{"n": [1], "body": "half a pair \ud800"}, {"n": {"a": "b"}}], "lines", 0, False)
 @settings(max_examples=60)
 def test_only_the_asked_column_of_json_matters(
     rows: list[dict[str, Any]], form: str, start: int, mark: bool
@@ -95,9 +90,7 @@ def test_only_the_asked_column_of_json_matters(
     content = text.encode("utf-8", "surrogatepass")
     expected = [(row.get("body") or "").encode("utf-8", "replace") for row in rows]
     if any(rows) and not any("body" in row for row in rows):
-        with pytest.raises(
-            DataError, match=r"^data\.field: 'body' is no field of some file, which"
-        ):
+        with pytest.raises(DataError, match=r"^data\.field: 'body' is no field of some file, whi"):
             read(content, "json")
     else:
         assert read(content, "json", start=start) == expected[start:]
@@ -248,10 +241,7 @@ NAME = "it is no valid JSON (Expecting property name enclosed in double quotes: 
         (f"[{GOOD}, {{]", NAME),
         ("[1]", "row 1 is no object"),
         (GOOD + "[" * 100_000, "row 2 is no valid JSON"),
-        (
-            GOOD + '{"body": 7, "a": "b"}',
-            "'body' holds int, not text, in row 2 of some file; fields",
-        ),
+        (GOOD + '{"body": 7, "a": "b"}', "'body' holds int, not text, in row 2 of some file; fie"),
         (gzip.compress(GOOD.encode() * 9)[:-9], "Truncated compressed stream"),
         (compressed(GOOD.encode() * 9, ".xz")[:-9], "Compressed file ended before"),
     ],
@@ -309,11 +299,9 @@ def test_a_fault_of_the_machine_names_the_path_that_failed(
     text = error_text(DataError, fail)
     remedy = "make that path usable, the data are not at fault"
     assert text == f"data.path: /dev/null/cache: Not a directory; {remedy}"
-    with pytest.raises(
-        DataError, match=r"^data\.path: x: this machine is out of memory; free some$"
-    ):
-        with as_data_error("data.path: x", "repair the file"):
-            raise MemoryError
+    full = r"^data\.path: x: this machine is out of memory; free some$"
+    with pytest.raises(DataError, match=full), as_data_error("data.path: x", "repair the file"):
+        raise MemoryError
     for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", "TMPDIR"):
         monkeypatch.setenv(name, "/dev/null/x")
     written(tmp_path, {"rows.jsonl": '{"text": "a"}'})

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from diloco.config import compose
@@ -53,15 +51,9 @@ def test_lines_of_several_writers_never_mix(
     assert writes == path.read_bytes().splitlines(keepends=True) == lines * 3
 
 
-@given(
-    torn=st.binary(max_size=20).filter(
-        lambda tail: b"\n" not in tail and tail.strip(b"0123456789 ") != b""
-    )
-)
-def test_a_torn_line_costs_only_itself(
-    tmp_path_factory: pytest.TempPathFactory, torn: bytes
-) -> None:
-    path = tmp_path_factory.mktemp("torn") / "events.jsonl"
+@pytest.mark.parametrize("torn", [b"", b'"x', b"\xff\0", b"{}"])
+def test_a_torn_line_costs_only_itself(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": ' + torn)
     with closing(JsonLines(path)) as lines:
         lines.write({"c": 3})
@@ -106,14 +98,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     assert path.read_text() == "new"
 
     monkeypatch.setattr("diloco.atomic.secrets.token_hex", lambda count: "foreseen")
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / f".probe-{os.getpid()}").symlink_to(precious)
-    prepare_run_directory(tmp_path)
-    (tmp_path / ".a.tmp-foreseen").symlink_to(precious)
+    (tmp_path / ".a.tmp-foreseen").symlink_to(path)  # somebody else's link is not followed
     with pytest.raises(ConfigError, match="File exists"):
-        write_atomic(tmp_path / "a", "new")
-    assert precious.read_text() == "mine"
+        write_atomic(tmp_path / "a", "other")
+    assert path.read_text() == "new"
 
 
 def test_a_run_directory_is_made_and_left_empty_or_refused(

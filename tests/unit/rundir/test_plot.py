@@ -61,14 +61,9 @@ def test_any_number_of_peers_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: int
 ) -> None:
     monkeypatch.delenv("DISPLAY", raising=False)
-    steps = [
-        train(f"_p{peer}", step, 10 * step, 5.0 / step)
-        for step in range(1, 100)
-        for peer in range(peers)
-    ]
-    path = write(
-        tmp_path / "m", *steps, *[held_out(version, 100 * version, 4.0) for version in range(peers)]
-    )
+    names = [f"_p{peer}" for peer in range(peers)]
+    steps = [train(name, step, 10 * step, 5.0 / step) for step in range(1, 100) for name in names]
+    path = write(tmp_path / "m", *steps, *[held_out(one, 100 * one, 4.0) for one in range(peers)])
     plot_losses(path, tmp_path / "loss.png", "no $\\formula$ and 100 %")
     pixels = image.imread(tmp_path / "loss.png")  # (H, W, 4)
     assert pixels.shape == (650, 1040, 4)

@@ -45,9 +45,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def content(url: str) -> dict[str, bytes]:
     """Every file that is there, by its name below the URL."""
     files, root = fsspec.url_to_fs(url)
-    return {
-        name.removeprefix(f"{root}/"): files.cat_file(name) for name in sorted(files.find(root))
-    }
+    return {one.removeprefix(f"{root}/"): files.cat_file(one) for one in sorted(files.find(root))}
 
 
 def pushed(pusher: Pusher, *versions: int, final: bool = False) -> None:
@@ -78,9 +76,7 @@ def test_what_is_there_is_the_model_and_the_mark_comes_last(
     assert all(there[f"step-00000012/{name}"] == value for name, value in MODEL.items())
 
 
-def test_of_several_peers_one_pushes_a_version_and_a_claim_without_a_model_is_passed_at_the_end(
-    url: str,
-) -> None:
+def test_of_several_peers_one_pushes_a_version(url: str) -> None:
     writes = Writes()
     first, second, third = (Pusher(url, str, writes, retry_s=[0.0]) for _ in range(3))
     writes.go_on.clear()
@@ -114,13 +110,6 @@ def test_a_number_that_another_training_had_is_pushed_anew(url: str) -> None:
     files.rm_file(f"{root}/step-00000001/{COMPLETE}")
     pushed(pusher, 1)
     assert writes.versions == [1, 7, 1], "a claim to other values is none"
-    for model, final in ((8, False), (9, True), (9, True)):
-        later = Pusher(url, str, writes) if final else pusher
-        later._old.clear()  # what was pushed since it began
-        later.begin(1, model, final)
-        later.wait(30)
-    # other peers' anchors may be between two versions; those at the end are not
-    assert writes.versions == [1, 7, 1, 9]
 
 
 def test_training_waits_for_nothing_and_of_what_waits_the_newest_is_pushed(
@@ -165,22 +154,11 @@ def test_a_store_that_fails_is_tried_again_and_named_once(
     ]
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("s3://bucket/models", "Install s3fs"),
-        ("nowhere://x", "Protocol not known"),
-        ("/dev/null/models", "Not a directory"),
-        ("memory", None),
-    ],
-)
-def test_a_place_that_cannot_be_written_is_one_line_before_training(
-    url: str, said: str | None, tmp_path: Path
-) -> None:
-    if said is None:
-        url = str(tmp_path / "file")
-        Path(url).write_text("a file")
-        said = "exists"
+PLACES = {"s3://bucket/models": "Install s3fs", "/dev/null/models": "Not a directory"}
+
+
+@pytest.mark.parametrize(("url", "said"), [*PLACES.items(), ("nowhere://x", "Protocol not known")])
+def test_a_place_that_cannot_be_written_is_one_line_before_training(url: str, said: str) -> None:
     text = error_text(ConfigError, Pusher, url, str, Writes())
     assert text.startswith(f"checkpoint.push={url} cannot be written (") and said in text
 
@@ -195,9 +173,7 @@ def test_a_password_is_refused_and_not_shown(url: str) -> None:
     assert compose([f"checkpoint.push={fine}"]).checkpoint.push == fine
 
 
-def test_a_run_that_pushes_ends_where_one_that_does_not_ends_and_pushes_what_it_saves(
-    tmp_path: Path,
-) -> None:
+def test_a_run_pushes_what_it_saves_and_ends_where_others_end(tmp_path: Path) -> None:
     settings = ["experiment=smoke", "outer=data_parallel"]
     settings += ["outer.sync_every=2", "budget.outer_steps=2"]
 

@@ -30,14 +30,6 @@ def with_node(node: LastFlight | None = None, **settings: Any) -> Swarm:
     return made(**{"identity": "a", "runtime": Direct(node or LastFlight()), **settings})
 
 
-def test_a_key_is_named_by_a_text_or_a_path(tmp_path: Path) -> None:
-    file = tmp_path / "keys" / "me.key"
-    seed = made(identity=str(file)).seed
-    assert file.is_file() and made(identity=file).seed == seed and 0 <= seed < 2**32
-    with made() as one, made() as other:
-        assert len({one.seed, other.seed, seed}) == 3
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

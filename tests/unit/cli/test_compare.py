@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,6 @@ def change(place: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def write_lines(place: Path, lines: Iterable[Any]) -> None:
-    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
 def table(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
@@ -44,20 +40,6 @@ def test_a_finished_run_is_known_whole(tmp_path: Path) -> None:
     change(place, virtual_s=25.0)
     run = read_run(place)
     assert run.virtual_s == 25.0 and [point.time_s for point in run.curve] == [5.0, 15.0, 25.0]
-
-
-def test_the_log_says_what_was_sent_and_the_last_word_counts(tmp_path: Path) -> None:
-    place, resumed = make(tmp_path / "a"), make(tmp_path / "b")
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    lines = [{**line, "bytes_sent": 7 * line["version"]} for line in lines]
-    write_lines(place, [*lines[:3], {**lines[2], "peer": "p1", "bytes_sent": 100}, *lines[3:]])
-    line = '{"time": 1050, "peer": "p0", "version": 1, "tokens": 100, "eval_loss": 3.9}'
-    with (resumed / "metrics.jsonl").open("a") as log:
-        log.write(f'{line}\n{{"time": 10')
-    first, second = read_run(place), read_run(resumed)
-    sent = [point.bytes_sent for point in first.curve]
-    assert sent == [0.0, 107.0, 114.0], "more than a share by version"
-    assert [point.loss for point in second.curve] == [5.0, 3.9, 3.0]
 
 
 def test_an_unfinished_run_shows_what_is_left_of_it(tmp_path: Path) -> None:

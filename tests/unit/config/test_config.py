@@ -158,7 +158,7 @@ MISTAKES = {
     "inner.warmup_steps=1.5": "* is not valid; expected a whole number of steps, or a part below 1",
     "outer.lr=abc": "* is not valid; expected a number > 0 and <= 10",
     "outer.lr=-1 inner.lr=-1": "… (and 1 more)",
-    "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of …, or ask…",
+    "outer.codec_up=int4": "* is not installed here (did you mean int8?); expected one of fp32…",
     "outer.overlap=100": "* is not less than outer.sync_every=100; lower it",
     "outer.grace_s=1": "*.0 needs a quorum after which it begins; set outer.quorum",
     "outer.codec_up=topk": "outer.momentum=0.7 does not go with *; set outer.momentum=0",

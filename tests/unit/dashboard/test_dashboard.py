@@ -1,20 +1,32 @@
-"""The server of the page: what it answers and to whom, and the figures for Prometheus."""
+"""The server of the page, the figures for Prometheus, and the live view with and without a
+terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
+from rich.cells import cell_len
+from rich.console import Console
 
 from diloco.cli.status import dashboard
+from diloco.dashboard.live import LiveView, Stderr
 from diloco.dashboard.server import HEADERS, PAGE, Dashboard, exposition
 from diloco.errors import ConfigError
 from diloco.messages.snapshot import Snapshot
+from diloco.rundir.reporting import Notice, PeerStatus, Ready, Report
+from diloco.text import human_bytes, human_count, human_seconds
 from tests.support.fake_swarm import FakeSwarm, peer_id, snapshot
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -116,3 +128,158 @@ def test_a_name_with_quotes_is_one_label() -> None:
 def test_an_address_that_cannot_be_listened_on_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--host=203\.0\.113\.7 --port=0 cannot be listened on"):
         dashboard.callback(ADDRESS, "203.0.113.7", 0)
+
+
+def screen(width: int = 80, terminal: bool | None = None) -> Console:
+    size = {"width": width, "height": 24}
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, color_system=None, _environ={}, **size
+    )
+
+
+def make(
+    terminal: bool, peers: int = 2, total: int | None = 16, width: int = 80
+) -> tuple[LiveView, io.StringIO, Clock]:
+    clock, console = Clock(), screen(width, terminal)
+    names = [f"p{index}" for index in range(peers)]
+    return LiveView(console, names, total, "run quickstart", clock), console.file, clock  # type: ignore[return-value]
+
+
+def status(peer: str = "p0", state: str = "training", version: int = 3, **more: Any) -> PeerStatus:
+    known = {"inner_step": 90, "loss": 2.614, "eval_loss": 2.7, "tokens_per_s": 4100.0}
+    return PeerStatus(peer, 0.0, state, version, **{**known, "bytes_sent": 1230000, **more})
+
+
+def shown(view: LiveView, width: int = 80) -> list[list[str]]:
+    """The words of each line."""
+    console = screen(width)
+    console.print(view.render())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(cell_len, lines)) <= width  # a letter may take no column, or two
+    return [line.split() for line in lines]
+
+
+def test_a_line_has_the_documented_format() -> None:
+    view, file, clock = make(terminal=False, width=20)  # and is never wrapped
+    clock.now = 12.34
+    view.update(status())
+    view.update(Ready("p0", address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
+    for peer in ("p0", "p1"):  # it is said once
+        view.update(Notice(peer, text="one\ntwo"))
+    view.update(status(state="done", eval_loss=2.4))  # also within the same step
+    view.update(PeerStatus("p1", state="left", version=4))
+    assert file.getvalue().splitlines() == [
+        "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training",
+        "[ 12.3s] p0 ready at /ip4/127.0.0.1/tcp/1/p2p/12D3",
+        "[ 12.3s] p0: one two",
+        "[ 12.3s] p0 v3/16 loss 2.61 held-out 2.40 4.1k tok/s 1.2 MB sent done",
+        "[ 12.3s] p1 v4/16 loss - held-out - - tok/s - sent left",
+    ]
+
+
+def test_there_is_one_line_per_peer_and_outer_step_or_one_in_ten_seconds() -> None:
+    view, file, clock = make(terminal=False)
+    for version in (1, 2):
+        for step in range(50):
+            clock.now += 0.01
+            state, loss = ("evaluating", None) if step < 5 else ("training", 5.0 - version)
+            for peer in ("p0", "p1"):
+                view.update(status(peer, state, version, eval_loss=loss))
+    # once the evaluation of the step is known, so that version and loss belong together
+    lines = [line.split("] ")[1] for line in file.getvalue().splitlines()]
+    expected = [("p0", 1, 4), ("p1", 1, 4), ("p0", 2, 3), ("p1", 2, 3)]
+    assert [line.split(" 4.1k")[0] for line in lines] == [
+        f"{peer} v{version}/16 loss 2.61 held-out {loss}.00" for peer, version, loss in expected
+    ]
+    view, file, clock = make(terminal=False)
+    for second in range(60):
+        clock.now = float(second)
+        view.update(status(state="exchanging"))
+    begins = [line[:8] for line in file.getvalue().splitlines()]
+    assert begins == [f"[{second:5.1f}s]" for second in range(10, 60, 10)]
+
+
+def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
+    view, _, clock = make(terminal=True)
+    view.update(status(version=2))
+    clock.now = 10.0
+    view.update(status("p1", "exchanging", 4, bytes_received=2.5e9, bytes_sent=5e5, peers=12))
+    title, progress, *table = shown(view)
+    assert title == ["run", "quickstart"]
+    # Two outer steps took 10 s, so the other twelve take 60 s; those before a resume do not count.
+    assert progress[-8:] == "4/16 0:10 elapsed 1:00 to go 12 peers".split()
+    assert [" ".join(words) for words in table] == [
+        "peer state version step loss held-out tok/s sent received",
+        "p0 training 2/16 90 2.61 2.70 4.1k 1.2 MB -",
+        "p1 exchanging 4/16 90 2.61 2.70 4.1k 500 kB 2.5 GB",
+        "together 8.2k 1.7 MB 2.5 GB",
+    ]
+
+
+def test_the_view_fits_a_terminal_of_eighty_columns() -> None:
+    view, _, _ = make(terminal=True, total=10_000)
+    much = {"bytes_sent": 123.4e9, "bytes_received": 99.9e9, "tokens_per_s": 99.9e3}
+    view.update(status("p1", "evaluating", 9_999, inner_step=1_234_567, **much))
+    row = "9999/10000 1234567 2.61 2.70 99.9k 123 GB 99.9 GB"
+    assert shown(view)[4][2:] == row.split()
+
+
+def test_what_a_peer_says_is_text_and_no_markup() -> None:
+    view, _, _ = make(terminal=True, peers=1)
+    view.update(status("volunteer"))
+    assert any(line[0] == "volunteer" for line in shown(view)), "whom nobody announced"
+    view.update(status("[red]x[/red]\x1b[2J", state="[bold]\nodd"))
+    assert any("[red]x[/red] [2J [bold] odd" in " ".join(line) for line in shown(view, 200))
+
+
+def test_a_terminal_ends_with_the_final_table_and_one_address() -> None:
+    view, file, _ = make(terminal=True)
+    handler, logger = Stderr(), logging.getLogger("diloco.above")
+    logger.addHandler(handler)
+    with view:
+        logger.warning("the disk is %s", "behind")
+        for peer in ("p0", "p1"):
+            view.update(Ready(peer, address=f"/address/of/{peer}"))
+        view.update(status(version=16, state="done"))
+    logger.removeHandler(handler)
+    text = file.getvalue()
+    assert "diloco: the disk is behind\n" in text, "above the table"
+    assert "p0 ready at /address/of/p0" in text and "/address/of/p1" not in text
+    assert "done" in text.rpartition("run quickstart")[2]
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+texts = st.text(max_size=9)
+figures = st.none() | st.floats() | st.integers(0, 10**12)
+numbers = dict.fromkeys(["version", "loss", "tokens_per_s", "bytes_sent"], figures)
+reports = st.builds(Ready, texts, address=texts, advice=texts)
+reports |= st.builds(PeerStatus, texts, state=texts, **numbers)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@settings(max_examples=50, deadline=None)
+@given(said=st.lists(reports))
+def test_no_message_can_end_the_view_or_break_its_lines(terminal: bool, said: list[Report]) -> None:
+    view, file, _ = make(terminal, total=None)
+    for message in said:
+        view.update(message)
+    shown(view)
+    if not terminal:
+        assert all(line.startswith("[  0.0s] ") for line in file.getvalue().split("\n")[:-1])
+        assert file.getvalue().replace("\n", "").isprintable()
+
+
+BYTES = {None: "-", 0: "0 B", 999: "999 B", 1000: "1.0 kB", 1.234e6: "1.2 MB", 99.96e6: "100 MB"}
+BYTES |= {999.6e6: "1.0 GB", 5e15: "5000 TB", float("nan"): "-"}
+COUNTS = {None: "-", 7.4: "7", 4100: "4.1k", 123456: "123k", 2e6: "2.0M"}
+SECONDS = {0: "0:00", 59.6: "1:00", 3725: "1:02:05", 90000: "25:00:00", float("inf"): "-"}
+
+
+@pytest.mark.parametrize(
+    ("readable", "expected"),
+    [(human_bytes, BYTES), (human_count, COUNTS), (human_seconds, SECONDS)],
+)
+def test_numbers_are_readable(
+    readable: Callable[[float | None], str], expected: dict[float | None, str]
+) -> None:
+    assert {number: readable(number) for number in expected} == expected

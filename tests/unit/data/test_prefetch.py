@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
-from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
@@ -18,14 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
-from diloco.attach.ranks import RankGroup
-from diloco.config import compose
 from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.ranges import NONE, difference, union
 from diloco.swarm.node.leases import LeasedData
-from diloco.train.run import _stream
 from tests.support.data import config, hub_directory, numbered, rows_of
 
 PATIENCE_S = 120
@@ -194,23 +190,3 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(
                     granted = difference(granted, one)
             assert both[0].ahead(1000) == both[1].ahead(1000)
             assert ahead.state() == plain.state()
-
-
-LEASED = [call.units(8), call.lease_units(ANY, AHEAD)]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "size", "expected"),
-    [
-        ("", 1, [*LEASED, call.batches(ANY, shard=7, rows=(0, 1), leases=ANY)]),
-        ("data.shard=7 data.shards=9", 2, [call.batches(ANY, shard=7, shards=9, rows=(0, 2))]),
-    ],
-)
-def test_a_run_has_units_or_a_stream(
-    overrides: str, size: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diloco.train.run.identity_number", lambda path: 7)
-    asked = Mock()  # a dataset, and a peer of the swarm
-    ranks = RankGroup(torch.device("cpu"), 0, size)
-    _stream(compose(["experiment=smoke", *overrides.split()]), asked, ranks, asked)
-    assert asked.method_calls == expected

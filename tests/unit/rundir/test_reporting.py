@@ -1,7 +1,8 @@
-"""Reports from a peer to its supervisor survive the pipe; no other line breaks the reader."""
+"""Reports from a peer to its supervisor survive the pipe; every event of a run is documented."""
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import math
@@ -13,8 +14,10 @@ import pytest
 from diloco.config import compose
 from diloco.messages.snapshot import Contributor, PhaseSeconds
 from diloco.rundir import reporting
+from diloco.rundir.events import EventKind
 from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report, Stage, read_report
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
+from tests.support.places import PACKAGE
 
 PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
 RECORD = [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)]
@@ -85,3 +88,20 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
             f" {tmp_path / 'model'}"
         ),
     ]
+
+
+EMITTERS = {"note", "on_event", "_on_event", "event", "_event"}
+ELSEWHERE = {"join", "leave", "lost"}  # chosen by a condition; core/peer.py
+
+
+def test_every_kind_of_event_is_documented() -> None:
+    found = set()
+    for folder in ("core", "swarm", "attach", "train", "rundir"):
+        for file in (PACKAGE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and node.args:
+                    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                    kind = node.args[0]
+                    if name in EMITTERS and isinstance(kind, ast.Constant):
+                        found.add(kind.value)
+    assert found | ELSEWHERE == set(EventKind)

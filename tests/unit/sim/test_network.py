@@ -1,4 +1,5 @@
-"""Links by hand: bandwidth, latency, fair shares; and every way in which a stream ends."""
+"""Links by hand: bandwidth, latency, fair shares; every way in which a stream ends;
+`sim.events`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.errors import ConfigError
+from diloco.sim.events import SimEvent, parse, starters
 from diloco.sim.network import PIECE_BYTES, Network, PeerLink, SimTransport
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.wire.streams import PeerStream, Traffic
@@ -203,3 +206,30 @@ async def test_a_payload_may_take_long_but_not_stand_still(loop: VirtualLoop) ->
     with pytest.raises(asyncio.TimeoutError):
         await stuck.receive_payload(payload)
     assert 130.0 + 65.0 + 20.0 <= loop.time() <= 130.0 + 65.0 + 40.0
+
+
+def test_events_are_sorted_and_say_who_is_there_at_the_start() -> None:
+    planned = parse(["crash:1@20", "join:2@5.5", "join:1@30", "join:7@1"], peers=3)
+    assert planned == [
+        SimEvent("join", 7, 1),
+        SimEvent("join", 2, 5.5),
+        SimEvent("crash", 1, 20),
+        SimEvent("join", 1, 30),
+    ]
+    assert starters(planned, peers=3) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "complaint"),
+    [
+        (["crash:5@1"], "sim.events: crash:5@1, but peer 5 is not there"),
+        (["crash:1@1", "leave:1@2"], "sim.events: leave:1@2, but peer 1 is not there"),
+        (
+            ["leave:1@2", "join:1@3", "join:1@4"],
+            "sim.events: join:1@4, but peer 1 is there already",
+        ),
+    ],
+)
+def test_what_cannot_happen_is_refused(texts: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse(texts, peers=4)

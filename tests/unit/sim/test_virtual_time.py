@@ -109,24 +109,6 @@ async def test_work_of_a_thread_is_done_here(loop: VirtualLoop) -> None:
     assert loop.seconds == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("dies_at", "works"), [(1.0, False), (3.0, True)])
-async def test_a_killed_owner_loses_what_its_threads_do(
-    loop: VirtualLoop, dies_at: float, works: bool
-) -> None:
-    """The work is done in the middle of the time that it takes; its result comes 2 s later."""
-    loop.executor_s = lambda: 2.0
-    done: list[str] = []
-
-    async def asks(name: str) -> None:
-        await asyncio.to_thread(done.append, f"{name} works")
-        done.append(f"{name} knows")
-
-    starts(loop, "a", asks("a")), starts(loop, "b", asks("b"))
-    await at_times(loop, (dies_at, lambda: loop.kill("a")))
-    assert done == (["a works"] if works else []) + ["b works", "b knows"]
-    assert loop.tasks_of("a") == []
-
-
 async def test_what_waited_for_a_frozen_owner_runs_in_its_order(loop: VirtualLoop) -> None:
     said: list[tuple[str, float]] = []
     loop.executor_s = lambda: 1.0
@@ -163,23 +145,6 @@ async def test_an_owner_reads_and_sleeps_by_its_own_clock(loop: VirtualLoop) -> 
     expected = {"fast": (5.0, 1010.0), None: (7.0, 7.0), "true": (10.0, 10.0)}
     assert seen == {owner: pytest.approx(times) for owner, times in expected.items()}
     assert loop.time() == loop.seconds
-
-
-async def test_threads_take_turns_in_virtual_time(loop: VirtualLoop) -> None:
-    said: list[tuple[str, float]] = []
-
-    def trainer(name: str, step_s: float) -> str:
-        for _ in range(3):
-            steps[name].call(sleep(step_s))
-            said.append((name, loop.time()))
-        return name.upper()
-
-    pace = {"slow": 3.0, "fast": 1.0}
-    steps = {name: Lockstep(partial(trainer, name, pace[name]), name) for name in pace}
-    assert await asyncio.gather(*(step.run() for step in steps.values())) == ["SLOW", "FAST"]
-    assert said[:2] == [("fast", 1.0), ("fast", 2.0)]
-    assert sorted(said[2:4]) == [("fast", 3.0), ("slow", 3.0)]
-    assert said[4:] == [("slow", 6.0), ("slow", 9.0)]
 
 
 async def test_a_killed_thread_unwinds_and_gets_nothing_more(loop: VirtualLoop) -> None:

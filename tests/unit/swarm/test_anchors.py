@@ -12,7 +12,7 @@ from diloco.core.history import state_of
 from diloco.messages.heads import Head
 from diloco.outer.digest import part_digests
 from tests.support.alone import Alone, alone
-from tests.support.core import ME, OTHER, D
+from tests.support.core import OTHER, D
 from tests.support.coroutines import turns
 
 
@@ -102,19 +102,6 @@ def test_a_checkpoint_holds_nothing_of_a_version_that_is_not_applied() -> None:
         assert torch.equal(saved[0].anchors[0], torch.arange(6.0)), "not applied yet"
 
     alone(scene)
-
-
-def test_momentum_is_kept_of_what_this_peer_may_inherit() -> None:
-    async def scene(node: Alone) -> None:
-        await node.learn()
-        node.anchors.follow()
-        assert set(node.replica.states) == set(node.replica.aggregates) == {0}
-        facts = node.core.facts
-        facts.shun(ME, 99.0)
-        node.anchors.follow()
-        assert node.replica.aggregates == {}, "what the encoding lost goes with its author"
-
-    alone(scene, momentum=0.5)
 
 
 def test_the_bound_of_an_update_is_equal_on_all_machines() -> None:

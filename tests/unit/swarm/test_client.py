@@ -1,4 +1,4 @@
-"""What a newcomer or a watcher learns from a peer: addresses, and the small files of a run."""
+"""What a newcomer learns from a peer: addresses, the files of a run, the sequences it trains on."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ import asyncio
 from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diloco.core.events import Connected
+from diloco.attach.node_link import NodeLink, RankLeases
 from diloco.core.members import AddressBook
 from diloco.errors import PayloadError, SwarmError
+from diloco.messages.fields import Units
+from diloco.ranges import NONE, count, difference, first, overlaps, union
 from diloco.swarm.client import ask as visiting
 from diloco.swarm.client.watch import _places
-from tests.support.core import core
+from diloco.swarm.node.leases import LeasedData
 from tests.support.fake_swarm import snapshot
 
-A, B, C = (f"Qm{letter * 44}" for letter in "ABC")
+A, B = (f"Qm{letter * 44}" for letter in "AB")
 
 
 def at(peer: str, host: str = "192.0.2.7") -> str:
     return f"/ip4/{host}/tcp/4100/p2p/{peer}"
-
-
-def test_a_newcomer_learns_from_one_peer_where_the_others_are() -> None:
-    first, second, third = map(core, (A, B, C))
-    for one in (first, second, third):
-        one.addresses.hear(one.facts.me, {one.facts.me: [at(one.facts.me)]})
-    first.receive(Connected(B, second.hello()), 0.0)
-    second.receive(Connected(A, first.hello()), 0.0)
-    assert first.hello().addresses == {A: [at(A)], B: [at(B)]}
-    third.receive(Connected(A, first.hello()), 1.0)
-    assert third.addresses.of(B) == (at(B),)
 
 
 def test_what_a_peer_says_of_itself_counts_more_than_hearsay() -> None:
@@ -80,3 +74,72 @@ def test_a_file_is_written_whole_or_not_at_all(
         asyncio.run(visiting.fetch_files(["@x"], {DIGEST: (place, 9)}, 7, None, None))
     assert [file.read_bytes() for file in place.parent.glob("*")] == ([] if wrong else [b"content"])
     assert place.parent.exists() != wrong
+
+
+STEPS = st.sampled_from(["lease", "take", "train", "lose"])
+
+
+@given(st.lists(st.tuples(STEPS, st.integers(1, 9)), max_size=60))
+def test_every_sequence_is_taken_once(steps: list[tuple[str, int]]) -> None:
+    data, queue, dealt, taken, open_ = LeasedData(), NONE, 0, NONE, NONE
+    data.plan_round(8)
+    assert data.wanted == 16, "a round more than it trains on"
+    for what, number in steps:
+        match what:
+            case "lease":
+                queue, dealt = union(queue, ((dealt, dealt + number),)), dealt + number
+                data.set_queue(queue)
+            case "take":
+                coming, units = data.ahead(number), data.take(number)
+                if units is not None:
+                    assert coming == units and count(units) == number and not overlaps(units, taken)
+                    taken, open_ = union(taken, units), union(open_, units)
+            case "train":
+                assert data.trained() == open_
+                queue, open_ = difference(queue, open_), NONE  # as the core hears of it
+                data.set_queue(queue)
+            case "lose":
+                queue = difference(queue, first(queue, number))  # another peer has trained on it
+                data.set_queue(queue)
+                open_ = difference(open_, difference(open_, queue))
+        assert difference(open_, queue) == NONE
+
+
+def test_too_few_are_not_taken() -> None:
+    data = LeasedData()
+    data.set_queue(((3, 5), (9, 10)))
+    assert data.take(4) is None and data.ahead(9) == ((3, 5), (9, 10))
+    assert data.take(3) == ((3, 5), (9, 10)) and data.take(1) is None
+
+
+class Link:
+    """Of one of the ranks of a peer, which are called one after the other."""
+
+    def __init__(self, data: LeasedData | None, said: list[Any]) -> None:
+        self.ranks, self.said = self, said
+        self.node = None if data is None else SimpleNamespace(leased=data)
+
+    def broadcast(self, value: Any) -> Any:
+        if self.node is not None:
+            self.said.append(value)
+        return self.said[-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["lease", "take"]), st.integers(1, 6)), max_size=40))
+def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
+    data, alone, said = LeasedData(), LeasedData(), list[Any]()
+    leads, follows = (RankLeases(cast(NodeLink, Link(one, said)), 3) for one in (data, None))
+    queue: Units = NONE
+    for at, (what, size) in enumerate(steps):
+        if what == "lease":
+            queue = union(queue, ((10 * at, 10 * at + size),))
+            for units in (data, alone):
+                units.set_queue(queue)
+            continue
+        expected = alone.take(size)
+        assert leads.take(size) == expected == follows.take(size)
+        # After a refusal nothing is known of what comes, as it is not enough.
+        coming = NONE if expected is None else alone.ahead(3 * size)
+        assert leads.ahead(3 * size) == coming == follows.ahead(3 * size)
+        assert count(follows.ahead(size)) <= size
+    assert data.trained() == alone.trained()

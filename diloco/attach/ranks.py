@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -30,7 +29,6 @@ from diloco.outer.local import Local
 
 # what gloo and NCCL say when another rank has ended
 BROKEN = "Connection (closed|reset) by peer|Broken pipe|remote process exited"
-LOST_S = 2.0  # after which a rank that has not said that it ends is lost
 # Other ranks wait for rank 0 while it waits for the swarm, which has deadlines of its own.
 WORD_TIMEOUT = timedelta(hours=12)
 
@@ -162,43 +160,20 @@ class RankGroup:
 
     @contextmanager
     def report_lost_rank(self) -> Iterator[None]:
-        """When connections between ranks break, rank 0 says who was lost, and the others end in
-        silence.
-
-        1. A rank dies, or ends with an error. One that can writes into torchrun's store first that
-           it has ended.
-        2. The collectives of the others fail. They write that they have ended, too.
-        3. Rank 0 reads who has written nothing, and raises `UnsavedError`. If all have written, one
-           of them has said what its error was. If rank 0 itself was lost, torchrun says so.
-        """
+        """When another rank ends, rank 0 raises `UnsavedError`; the others end without a word."""
         try:
             yield
-        except BaseException as error:
-            if self._store is None:  # one process, or a group of somebody else
-                raise
-            with suppress(RuntimeError):  # the store may have ended, too
-                self._store.set(f"ended {self.rank}", "")
-            torn = isinstance(error, RuntimeError) and re.search(BROKEN, str(error))
-            if not torn or self.broken:
+        except RuntimeError as error:
+            # in a group of somebody else's, or after the first such error, it is not ours to tell
+            if self._store is None or self.broken or not re.search(BROKEN, str(error)):
                 raise
             self.broken = True
-            lost = self._lost() if self.is_rank0 else []
-            if not lost:
+            if not self.is_rank0:
                 raise SystemExit(DilocoError.exit_code) from None
-            who = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
             raise UnsavedError(
-                f"{who} of {self.size} ended without a word; the last checkpoint is good, and"
-                " torchrun --max-restarts=9 goes on from it by itself"
+                f"one of {self.size} ranks ended (torchrun says which); the last checkpoint is"
+                " good, and torchrun --max-restarts=9 goes on from it by itself"
             ) from None
-
-    def _lost(self) -> list[int]:
-        """The ranks that have not written that they ended."""
-        silent, until = set(range(self.size)) - {self.rank}, time.monotonic() + LOST_S
-        with suppress(RuntimeError):
-            while silent and time.monotonic() < until:
-                silent = {rank for rank in silent if not self._store.check([f"ended {rank}"])}
-                time.sleep(0.02)
-        return sorted(silent)
 
     # -- collectives -------------------------------------------------------------------------------
 

@@ -73,6 +73,15 @@ def opened(path: str, mode: str) -> Any:
     return huggingface_hub.HfFileSystem().open(path, mode)
 
 
+def dataset_file(path: str) -> Path:
+    """The file hf://datasets/NAME@COMMIT/FILE, in the cache of the hub's library."""
+    from huggingface_hub import hf_hub_download
+
+    name, _, rest = path.removeprefix("hf://datasets/").partition("@")
+    commit, _, file = rest.partition("/")
+    return Path(hf_hub_download(name, file, repo_type="dataset", revision=commit))
+
+
 def check_push(key: str, name: str) -> None:
     """Raises DataError if `push` would fail at once: nobody is logged in, or a name is invalid."""
     import huggingface_hub

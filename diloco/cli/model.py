@@ -63,10 +63,13 @@ def evaluate(model: Path, options: Options) -> int:
 @click.command(cls=Command)
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
 @click.option("--prompt", default="", show_default=False, help="Text to continue.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's question.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="How many.")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0: the likeliest.")
 @click.option("--seed", type=SEED, default=0, help="Seed of the sampling.")
-def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: int) -> int:
+def generate(
+    model: Path, prompt: str, chat: bool, tokens: int, temperature: float, seed: int
+) -> int:
     """Print text from a model.
 
     \b
@@ -80,10 +83,11 @@ def generate(model: Path, prompt: str, tokens: int, temperature: float, seed: in
 
     with _model_of(model) as place:
         loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
+    asked = tokenizer.question(prompt) if chat else prompt
     text = evaluation.generate(
-        loaded, tokenizer, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed
+        loaded, tokenizer, asked, max_new_tokens=tokens, temperature=temperature, seed=seed
     )
-    click.echo(prompt + text)
+    click.echo(text if chat else prompt + text)
     return 0
 
 

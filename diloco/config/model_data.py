@@ -196,10 +196,10 @@ class DataRecipe(RunOwned):
                 raise ValueError(f"{unused}; drop it, or use data=hub")
         kinds = [(source, self.format), *((one.source, one.format) for one in self.mixture)]
         for kind, rows in kinds:
-            if rows == "auto" and kind not in ("json", "parquet"):
+            if rows == "auto" and kind not in ("json", "parquet", "hub"):
                 raise ValueError(
-                    f"data.format=auto reads rows of JSON or Parquet, and no {kind}; download a"
-                    " dataset of the hub, and use data=chat data.path=FILE"
+                    f"data.format=auto reads rows of JSON or Parquet, and no {kind}; give such"
+                    " files by data=chat data.path=FILE"
                 )
         for problem in self._problems_of_mixture():
             raise ValueError(problem)

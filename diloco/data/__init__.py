@@ -50,6 +50,6 @@ def load(
     or hub dataset.
     """
     tokenizer = load_tokenizer(*settings.tokenizer_place)
-    if settings.source == "hub":
+    if settings.source == "hub" and not settings.has_conversations:
         return HubDataset(settings, tokenizer, seed)
     return LocalDataset(settings, tokenizer, seed, on_progress)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +26,13 @@ from numpy.typing import NDArray
 
 from diloco.config import DataConfig
 from diloco.data.formats import records
+from diloco.data.hub_files import HUB_REMEDY, find_files
 from diloco.data.packing import is_held_out
 from diloco.data.sources import as_data_error, files_of
 from diloco.data.tokenizers import Message, Tokenizer
 from diloco.data.tokens import TokenList
+from diloco.errors import DataError
+from diloco.hub import dataset_file
 
 ROLES = {
     "assistant": "assistant bard bing chatbot chatgpt gpt model",
@@ -133,16 +137,20 @@ def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> Sample:
 
 
 def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
-    """The packed sequences, (N, 2, T), of the rows of `data.path`.
+    """The packed sequences, (N, 2, T), of the rows of `data.path`, or of a dataset of the hub.
 
     Raises DataError, which names file and row: one cannot be read, or is refused by `encode`.
     """
+    kind, key, files = settings.source, "data.path", list[Path]()
+    if kind == "hub":
+        kind, files = _of_hub(settings)
+        key = "data.name"
     sides: tuple[list[Sample], list[Sample]] = [], []
     num_bytes = 0
     remedy = "mend that row, or leave it out"
-    for file in files_of(settings):
-        with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
-            for number, row in enumerate(records(handle, str(file), settings.source), 1):
+    for file in files or files_of(settings):
+        with as_data_error(f"{key}: {file}", remedy), file.open("rb") as handle:
+            for number, row in enumerate(records(handle, str(file), kind), 1):
                 try:
                     found = parse(row, settings.field)
                     sample = encode(found, tokenizer)
@@ -155,6 +163,18 @@ def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
     training, held_out = (pack(side, settings.sequence_length) for side in sides)
     digest = blake3(training.tobytes()).hexdigest()
     return TokenList(training, held_out, sum(map(len, sides)), num_bytes, digest)
+
+
+def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
+    """The format of a dataset, and its files, which are fetched once."""
+    with as_data_error(f"data.name: {settings.name}", HUB_REMEDY):
+        kind, names, opened = find_files(settings)
+        if kind not in ("json", "parquet"):
+            raise DataError(
+                f"data.name: {settings.name} is of the format {kind}, and data.format=auto reads"
+                " json and parquet; choose another dataset"
+            )
+        return kind, [Path(one) if opened is open else dataset_file(one) for one in names]
 
 
 def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:

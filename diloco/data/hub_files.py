@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+HUB_REMEDY = "check it, data.subset, data.split and the network"
 MANY_FILES = 64
 RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose connection broke
 # farther on in a Parquet file, to open it again is cheaper than to decode what is between
@@ -103,8 +104,7 @@ class HubFiles:
 
     def reading(self, file: int | None = None) -> AbstractContextManager[None]:
         what = self.settings.name if file is None else self.files[file]
-        remedy = "check it, data.subset, data.split and the network"
-        return as_data_error(f"data.name: {what}", remedy)
+        return as_data_error(f"data.name: {what}", HUB_REMEDY)
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The rows of a file, from one on, and None at its end."""

@@ -57,6 +57,10 @@ class Tokenizer(Protocol):
         token that ends each. Raises ValueError if the chat template refuses it.
         """
 
+    def question(self, text: str) -> str:
+        """The text of a conversation that a user begins with `text`, up to the answer. Raises
+        DataError if the chat template refuses it."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
 
@@ -115,6 +119,10 @@ def _encode_plainly(
     return tokens, answers
 
 
+def _ask_plainly(text: str) -> str:
+    return f"<user>\n{text}\n<assistant>\n"
+
+
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token. Token 0 ends a document: text has no zero byte."""
 
@@ -130,6 +138,9 @@ class ByteTokenizer:
         self, messages: Sequence[Message], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
         return _encode_plainly(self, messages)
+
+    def question(self, text: str) -> str:
+        return _ask_plainly(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         # A model with a padded vocabulary has tokens above 255; they stand for no text.
@@ -273,6 +284,16 @@ class HubTokenizer:
             for start, _ in found["offset_mapping"]
         ]
         return list(found["input_ids"]), marks
+
+    def question(self, text: str) -> str:
+        if not self._tokenizer.chat_template:
+            return _ask_plainly(text)
+        messages, options = [{"role": "user", "content": text}], {"add_generation_prompt": True}
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:  # of jinja, and whatever a template calls
+            what = f"data.tokenizer: the chat template of {self._name} refuses a user's question"
+            raise DataError(f"{what}: {one_line(error)}; give one that takes it") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         # of a model with a padded vocabulary

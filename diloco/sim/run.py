@@ -123,6 +123,8 @@ class Simulation:
             config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length
         )
         self.model = model.to(self.ranks.device)
+        if config.data.has_conversations:
+            models.check_segments(self.model)
         self.evaluated: dict[str | None, float | None] = {}
         self.peers: dict[int, SimPeer] = {}
         self.summaries: list[Summary] = []

@@ -62,7 +62,7 @@ class Trainer:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         self.lead = bool(self.ranks.broadcast_floats([self.config.run.lead])[0])
         keys = ("eval.prompts", "eval.prompt_tokens")
-        for prompt in self.config.eval.prompts if self.ranks.is_rank0 else ():  # do they fit?
+        for prompt in self._prompts() if self.ranks.is_rank0 else ():  # do they fit?
             prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
         self.gradients = Gradients(
             self.config,
@@ -193,7 +193,7 @@ class Trainer:
     def _write(self) -> list[tuple[str, str]]:
         """All ranks, as sharded layers are gathered: prompts, and what the model writes after
         them."""
-        prompts, most = self.config.eval.prompts, self.config.eval.prompt_tokens
+        prompts, most = self._prompts(), self.config.eval.prompt_tokens
         # Each token makes the sequence longer, and would have layers compiled for another length.
         is_compiled = self.config.train.compile and prompts
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
@@ -206,6 +206,11 @@ class Trainer:
                 )
                 for prompt in prompts
             ]
+
+    def _prompts(self) -> list[str]:
+        """`eval.prompts`, as questions of a user where conversations are learned."""
+        asks = self.config.data.has_conversations
+        return [self.tokenizer.question(one) if asks else one for one in self.config.eval.prompts]
 
     def _show(self, written: list[tuple[str, str]]) -> None:
         version, view = self.sync.version, self.sync.view

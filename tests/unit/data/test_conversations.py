@@ -67,6 +67,8 @@ def learned(row: dict[str, Any], tokenizer: ByteTokenizer | HubTokenizer) -> str
 def test_only_answers_are_learned_with_the_token_that_ends_them() -> None:
     sample = encode(Chat(ASKED * 2), ByteTokenizer())
     assert bytes(sample.tokens[sample.learned].tolist()) == b"two\n\0two\n\0"
+    asked = ByteTokenizer().question("one?").encode()
+    assert bytes(sample.tokens.tolist()).startswith(asked + b"two\n")
     assert learned({"prompt": "a", "completion": "bc"}, ByteTokenizer()) == "bc"
     assert learned({"text": "whole"}, ByteTokenizer()) == "whole"
     with pytest.raises(ValueError, match="nothing to learn"):
@@ -80,6 +82,7 @@ def test_a_chat_template_says_what_the_assistant_writes(template: str, tmp_path:
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = HubTokenizer(str(tmp_path))
     assert learned({"messages": ASKED * 2}, tokenizer) == "two</s>two</s>"
+    assert tokenizer.question("one?") == "<user>one?<assistant>"
     (tmp_path / "chat_template.jinja").write_text(ANEW)
     with pytest.raises(ValueError, match="marks no answers"):
         encode(Chat(ASKED * 2), HubTokenizer(str(tmp_path)))
@@ -132,6 +135,30 @@ def test_conversations_of_a_file_are_packed_and_some_are_held_out(tmp_path: Path
         archive.write(tmp_path / "chats.parquet", "chats.parquet")
     packed = config("parquet", tmp_path / "chats.zip", format="auto", holdout=0)
     assert opened(packed).digest == opened(same).digest
+
+
+def test_a_dataset_of_the_hub_is_fetched_whole_and_has_the_same_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "set").mkdir()
+    file = chats(tmp_path / "set" / "train.jsonl")
+    here = opened(config("json", file, format="auto", holdout=0))
+    name = str(file.parent)
+    folder = DataConfig(source="hub", name=name, format="auto", holdout=0, sequence_length=T)
+    assert opened(folder).training.digest == here.training.digest
+    found = "json", ["hf://datasets/org/chats@abc/a/train.jsonl"], lambda *_: None
+    monkeypatch.setattr("diloco.data.conversations.find_files", lambda _: found)
+    asked = []
+
+    def download(*names: str, **options: str) -> str:
+        asked.append((names, options))
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    hub = DataConfig(source="hub", name="org/chats", format="auto", holdout=0, sequence_length=T)
+    assert opened(hub).training.digest == here.training.digest
+    names = ("org/chats", "a/train.jsonl")
+    assert asked == [(names, {"repo_type": "dataset", "revision": "abc"})]
 
 
 def test_a_mixture_of_conversations_and_text_has_rows_of_one_kind(tmp_path: Path) -> None:

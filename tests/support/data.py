@@ -14,6 +14,7 @@ from diloco.config import DataConfig
 from diloco.data import sources
 from diloco.data.numbered import SequenceArray
 from diloco.data.packing import documents_of
+from tests.support import models
 
 T = 16
 TEXTS = [[f"file {file} row {row} {'x' * (row % 7)}" for row in range(30)] for file in range(4)]
@@ -62,14 +63,7 @@ def numbered(rows: int) -> SequenceArray:
 
 @pytest.fixture(scope="module")
 def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "</s>", *(f"w{number}" for number in range(400))]
-    numbers = {word: index for index, word in enumerate(words)}
-    pipeline = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
-    pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
-    directory, marks = tmp_path_factory.mktemp("tokenizer"), {"unk_token": "<unk>"}
-    made = PreTrainedTokenizerFast(tokenizer_object=pipeline, **marks, eos_token="</s>")
-    made.save_pretrained(directory)
+    """The directory of a tokenizer that knows w0 to w399."""
+    words = models.word_tokenizer(" ".join(f"w{n}" for n in range(400)), eos_token="</s>")
+    words.save_pretrained(directory := tmp_path_factory.mktemp("tokenizer"))
     return str(directory)

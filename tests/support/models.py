@@ -19,6 +19,19 @@ SMALL: dict[str, Any] = {
 }
 
 
+def word_tokenizer(text: str, **marks: str) -> Any:
+    """A tokenizer of Hugging Face that knows the words of a text, and these marks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    marks = {"unk_token": "<unk>", **marks}
+    words = dict.fromkeys([*marks.values(), *text.split()])
+    numbers = {word: number for number, word in enumerate(words)}
+    plain = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **marks)
+
+
 def small_model(model_type: str = "llama", **config: Any) -> nn.Module:
     """A model of `SMALL` with these changes; its weights are always the same."""
     return models.build(

@@ -8,8 +8,6 @@ from pathlib import Path
 from tests.support.places import ROOT, script_module
 
 DOCS = ROOT / "diloco" / "docs"
-
-
 docs = script_module("docs")
 
 
@@ -28,10 +26,8 @@ def code(page: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S))
 
 
-README = (ROOT / "README.md").read_text()
-
-
-def block(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+def block(name: str, page: Path = ROOT / "README.md") -> str:
+    """The Python under `<!-- name -->` on a page."""
+    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert found is not None, name
     return found[1]

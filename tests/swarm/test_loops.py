@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.peers import command
-from tests.support.places import ROOT
 
-LOOPS = str(ROOT / "tests" / "support" / "loops_of_others.py")
+LOOPS = str(Path(__file__).with_name("loops_of_others.py"))
 
 Found = dict[str, dict[str, Any]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.loops_of_others import tiny_llama, word_tokenizer
+from tests.support.models import small_model, word_tokenizer
 from tests.support.pages import block, code
 from tests.support.peers import program
 
@@ -21,12 +21,13 @@ def test_the_swarm_loop_runs_and_learns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_adapter_of_a_page_is_all_that_its_peer_sends(tmp_path: Path) -> None:
     """With a small model and a conversation in place of the names on the page."""
-    tokenizer = word_tokenizer("user assistant")
+    text = "user assistant the cat sat on a mat and ate"
+    tokenizer = word_tokenizer(text, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = (
         "{% for one in messages %}{{ one.role }} {{ one.content }} <eos> {% endfor %}"
     )
     tokenizer.save_pretrained(tmp_path / "base")
-    tiny_llama().save_pretrained(tmp_path / "base")
+    small_model().save_pretrained(tmp_path / "base")
     turns = [
         {"role": "user", "content": "the cat sat"},
         {"role": "assistant", "content": "on a mat and ate"},

@@ -1,7 +1,5 @@
 """The exception tree, and how an error becomes one line and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Keys, invitations, credentials and revocations: what is believed, by whom, and until when."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import stat

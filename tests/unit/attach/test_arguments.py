@@ -1,7 +1,5 @@
 """`Swarm` as its callers type it: arguments, presets, what it says, and data for each peer."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -138,16 +136,6 @@ def test_a_peer_says_how_others_join_and_who_comes(capsys: CaptureFixture[str]) 
         "done after 0 inner steps, at outer step 0; 0 B sent",
         "it made no inner step; was there any data?",
     ]
-
-
-def test_a_founder_that_met_nobody_is_told_how_to_wait(capsys: CaptureFixture[str]) -> None:
-    with with_node() as swarm, attached(swarm):
-        pass
-    hint = "diloco: no other peer came; with min_peers=2 the first peer waits for a second one"
-    assert capsys.readouterr().err.splitlines()[-1] == hint
-    with with_node(address=ADDRESS) as swarm, attached(swarm):
-        pass
-    assert hint not in capsys.readouterr().err
 
 
 def test_functions_take_the_place_of_lines_and_quiet_has_none(capsys: CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """A program that fails and tries again: its peer comes back as itself, and calls whom it knew."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Which device a process takes, by what is there; the accelerators are stubs."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,8 +1,6 @@
 """The inner optimizers: which parameters Muon takes, one step, one hook, and state that comes
 back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

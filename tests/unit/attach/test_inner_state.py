@@ -2,8 +2,6 @@
 first round is left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -144,14 +142,9 @@ def test_a_cold_joiner_s_first_round_weighs_nothing(tmp_path: Path) -> None:
     assert discarded["tokens"] == outcome.summary.tokens.discarded == 4 * 64
     assert discarded["peer"] == "p3"
     assert 6.5 + 4 * 1.7 == pytest.approx(discarded["time"], abs=0.1)
-    alone, joined = (
-        {
-            line["version"]: line["anchors"]
-            for line in json_lines(tmp_path / name / "metrics.jsonl")
-            if line["peer"] == "p0" and line.get("anchors")
-        }
-        for name in ("without", "with")
-    )
+    files = [json_lines(tmp_path / name / "metrics.jsonl") for name in ("without", "with")]
+    lines = [[one for one in all_ if one["peer"] == "p0" and "anchors" in one] for all_ in files]
+    alone, joined = ({one["version"]: one["anchors"] for one in own} for own in lines)
     same = [alone[version] == joined[version] for version in range(1, 7)]
     assert same == [True] * 3 + [False] * 3
     assert not events(tmp_path / "with", "missing") and not events(tmp_path / "with", "inner_state")

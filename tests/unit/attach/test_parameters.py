@@ -1,8 +1,6 @@
 """What of a model the swarm keeps in step, what it refuses, and which optimizers return to a
 copy."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

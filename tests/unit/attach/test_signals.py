@@ -1,7 +1,5 @@
 """A signal ends a peer as it ends the program, but after a goodbye."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

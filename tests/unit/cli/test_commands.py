@@ -1,7 +1,5 @@
 """Arguments of every command, what is printed, and with which exit code it ends."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

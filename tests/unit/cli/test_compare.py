@@ -1,7 +1,5 @@
 """Runs side by side: names by what differs, numbers from whatever is left of a run, curves."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

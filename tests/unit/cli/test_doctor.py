@@ -1,7 +1,5 @@
 """`diloco doctor`: every check ends in a line, and `diloco plan` takes its figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -119,9 +117,6 @@ def test_disk_port_and_memory_are_those_that_join_takes(
     memory = found["memory"]
     assert memory.verdict == "failed" and "too small" in memory.text and not memory.swarm
     assert asked == [("/ip4/0.0.0.0/tcp/0",)]
-    config = compose(["experiment=smoke", f"run.dir={tmp_path}"])
-    typed = replace(healthy, config=config, typed=["run.dir"], _found=None)
-    assert verdicts(typed)["disk"].verdict == "ok", "where join is told to write, the disk has room"
 
 
 def test_the_exit_code_says_on_which_side_it_fails(

@@ -1,8 +1,6 @@
 """The Hugging Face hub by name and commit: what is fetched, what is refused in which words, and
 what is uploaded."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A volunteer's way into a swarm: what it is told, what it keeps, and what its machine can do."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The commands of a run's owner, as they are typed; and what a peer says about who can join."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

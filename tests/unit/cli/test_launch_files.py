@@ -1,8 +1,6 @@
 """The files of configs/launch that people copy: they can be read, and their commands make
 configurations."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

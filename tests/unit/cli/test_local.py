@@ -1,8 +1,6 @@
 """`diloco local` with peers that are no peers: what it does when one of them ends before any
 trains."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Seeing a swarm from outside: how a visitor asks, and what `diloco status` makes of the answer."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from pathlib import Path

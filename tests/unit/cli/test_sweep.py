@@ -1,8 +1,6 @@
 """Sweeps: which members there are, that nothing starts when one is wrong, and what happens to those
 that end badly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Composition, errors as one line, the manifest and its hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,8 +1,6 @@
 """What comes from somebody else: a manifest, what it may ask of a volunteer's machine, and
 addresses as people copy them."""
 
-from __future__ import annotations
-
 import io
 import json
 from base64 import urlsafe_b64encode

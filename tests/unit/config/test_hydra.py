@@ -1,8 +1,6 @@
 """Hydra as its users know it: the commands of its documentation, folders of one's own, and what is
 not ours."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -132,13 +130,6 @@ def test_a_choice_that_is_not_there_says_where_it_was_looked_for(here: Path) -> 
     assert complaint("experiment=./mine.yaml").endswith("or give --config ./mine.yaml")
     nowhere = "--config-dir=nowhere is no directory; make it, or drop the option"
     assert complaint(start=ConfigSource(folder=Path("nowhere"))) == nowhere
-
-
-def test_a_change_of_a_file_is_seen(own: Path) -> None:
-    assert compose(["train=h100"]).train.threads == 3
-    write("configs/train/h100.yaml", "log_every: 12\n")
-    changed = compose(["train=h100"])
-    assert (changed.train.threads, changed.train.log_every) == (None, 12)
 
 
 # --- Files of --config ----------------------------------------------------------------------------

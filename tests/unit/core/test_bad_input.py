@@ -1,7 +1,5 @@
 """Nothing from the network raises, makes a peer wait for ever, or grows without a bound."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

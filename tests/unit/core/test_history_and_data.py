@@ -1,7 +1,5 @@
 """What may be in a version, what is in a book after it, and who is dealt which data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

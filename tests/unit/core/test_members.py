@@ -1,8 +1,6 @@
 """Who is there, who makes progress, and for whom a version waits: by what each peer does, never by
 a fixed ladder."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco.core.members import PAUSE_LIMIT_S, Member, Members, Patience

@@ -3,8 +3,6 @@
 Four peers, a barrier, ten steps of a second to a round; a healthy round takes 11 to 14 seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

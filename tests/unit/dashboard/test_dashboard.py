@@ -1,8 +1,6 @@
 """The server of the page, the figures for Prometheus, and the live view with and without a
 terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import logging

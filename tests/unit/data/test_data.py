@@ -1,7 +1,5 @@
 """Data: sources, hold-out, packing, order, resume, and the texts of what goes wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

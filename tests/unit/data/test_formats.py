@@ -1,8 +1,6 @@
 """Files to texts: any columns, any name, any compression; what is left out is counted, and what is
 wrong is named."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Mixtures: so much of each source, by the number of a sequence alone, each at its own pace."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Batches made before their turn: the same ones, from the same units, with the same position, and
 no thread is left."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

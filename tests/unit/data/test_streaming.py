@@ -1,8 +1,6 @@
 """A hub stream: units of any files for any number of peers, resume, broken connections, and which
 files are read."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -274,22 +272,6 @@ def test_a_stream_of_held_out_documents_only_says_so(tmp_path: Path) -> None:
 
 def texts_in(opened: Any) -> set[str]:
     return {text.decode() for text in opened._all_rows()}
-
-
-@given(
-    names=st.lists(
-        st.text("ab*?[]:! 12'{}%#\\é", min_size=1, max_size=9), min_size=1, max_size=4, unique=True
-    ),
-    folder=st.text("a*?[]:! 1{}", min_size=1, max_size=6),
-)
-@example(names=["a*", "a::b"], folder="my [2024] data")
-@settings(max_examples=8, deadline=None)
-def test_every_name_in_a_local_directory_is_a_name(names: list[str], folder: str) -> None:
-    with TemporaryDirectory() as place:
-        files = {f"{name}.jsonl": json.dumps({"text": name}) for name in names}
-        written(Path(place, folder), dict(files))
-        written(Path(place, "a1"), {"a1.jsonl": json.dumps({"text": "other"})})
-        assert texts_in(data.load(config("hub", name=f"{place}/{folder}"), seed=0)) == {*names}
 
 
 def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

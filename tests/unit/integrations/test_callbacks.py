@@ -1,8 +1,6 @@
 """What a trainer's callback is told and says, in one process: joining late, ending with the swarm,
 and bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

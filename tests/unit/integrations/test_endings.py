@@ -1,7 +1,5 @@
 """How many tokens a batch is, and how a trainer's peer ends by a signal or an error."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,13 +112,13 @@ class Diverging(Node):
         raise DivergedError("training diverged: nan in outer step 2; lower inner.lr; more")
 
 
-@pytest.mark.parametrize(
-    ("kind", "remedy"),
-    [
-        ("DilocoCallback", "lower learning_rate, or max_grad_norm"),
-        ("DilocoLightningCallback", "lower the optimizer's learning rate, or gradient_clip_val"),
-    ],
-)
+REMEDIES = {
+    "DilocoCallback": "lower learning_rate, or max_grad_norm",
+    "DilocoLightningCallback": "lower the optimizer's learning rate, or gradient_clip_val",
+}
+
+
+@pytest.mark.parametrize(("kind", "remedy"), REMEDIES.items())
 def test_divergence_is_one_line_in_the_trainers_words(
     kind: str, remedy: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

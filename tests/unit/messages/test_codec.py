@@ -1,8 +1,6 @@
 """Messages: what is valid comes through unchanged; everything else is a `PayloadError` at once, and
 no other error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

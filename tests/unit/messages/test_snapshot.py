@@ -1,8 +1,6 @@
 """A snapshot comes through whole, in pieces; nothing else is taken for one, and no text in it moves
 a cursor."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib

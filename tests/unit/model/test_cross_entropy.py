@@ -1,8 +1,6 @@
 """The loss of logits that exist in chunks: equal to that of whole ones, with less memory, and only
 where it is safe."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """How layers are computed changes neither what they compute nor what the model looks like from
 outside."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and adapters: initial weights, loss, files, presets, and the texts of what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -160,21 +158,12 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            settings("lama"),
-            "model.model_type: 'lama' is no model type of transformers; did you mean 'llama'?",
-        ),
+        (settings("lama"), "'lama' is no model type of transformers; did you mean 'llama'?"),
         (settings("t5"), "model.model_type: 't5' has no causal language model; one of "),
-        (
-            settings(hidden_size=33),
-            "The hidden size (33) is not a multiple of the number of attention heads (2)",
-        ),
+        (settings(hidden_size=33), "(33) is not a multiple of the number of attention heads (2)"),
         (
             settings(vocab_size=100),
-            (
-                "model.config.vocab_size: a vocabulary of 100 has no id 255, which the tokenizer"
-                " gives to the last of 256 bytes; set it to 256 or choose another data.tokenizer"
-            ),
+            "vocab_size: a vocabulary of 100 has no id 255, which the tokenizer gives to the last",
         ),
         (
             settings(max_position_embeddings=16),

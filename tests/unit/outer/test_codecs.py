@@ -1,7 +1,5 @@
 """Codecs: exact scales, bounded errors, refused extremes, and a wire format that stays as it is."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

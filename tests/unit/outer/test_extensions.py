@@ -1,8 +1,6 @@
 """What users' code adds: one file of code and one of settings; what is refused, and what a name may
 import."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

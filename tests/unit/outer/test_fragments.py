@@ -1,8 +1,6 @@
 """Fragments: every element of every parameter is in exactly one, and travels once. Digests name
 what is in them."""
 
-from __future__ import annotations
-
 import struct
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """An heir knows the outer state of a fragment from its updates alone; when the author dies, it goes
 on with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Merge rules: the contract that each of them keeps, radial-directional averaging, and
 `outer.flatten`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -1,7 +1,6 @@
 """The outer step as peers take it together: capture, merge, apply, with no network between them."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -48,32 +47,24 @@ def move(peer: Replica, by: float) -> None:
         parameter.sub_(by)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_four_workers_follow_what_was_worked_out_by_hand(codec: str, fragments: int) -> None:
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_four_workers_follow_what_was_worked_out_by_hand(codec: str) -> None:
     # Pseudo-gradients of 1/4, 1/2, 1 and 2 tokens-weighted 4 : 2 : 1 : 1 are 5/8 on average.
     # lr 1/2, beta 1/2:  m = 5/8, 15/16, 35/32   and   step = (5/8 + m/2) / 2 = 15/32, 35/64,
-    # 75/128. e3m0 publishes 1/2 each time. The momentum is of that:  m = (m/2 + (1/2) / lr) / (3/2)
-    # = 2/3, 8/9, 26/27 and step = (5/8 + (m/2 + 5/8) / 2) / 2, with the m before it, = 15/32,
-    # 53/96, 167/288.
+    # 75/128.
     codecs = {"codec_up": codec, "codec_down": codec}
-    peers = alike(4, 1.0, fragments=fragments, lr=0.5, momentum=0.5, **codecs)
+    peers = alike(4, 1.0, fragments=2, lr=0.5, momentum=0.5, **codecs)
     master = 1.0
-    exact = ((5 / 8, 15 / 32), (15 / 16, 35 / 64), (35 / 32, 75 / 128))
-    published = ((2 / 3, 15 / 32), (8 / 9, 53 / 96), (26 / 27, 167 / 288))
-    for momentum, step in published if codec == "e3m0" else exact:
+    for momentum, step in ((5 / 8, 15 / 32), (15 / 16, 35 / 64), (35 / 32, 75 / 128)):
         for peer, gradient in zip(peers, (1 / 4, 1 / 2, 1.0, 2.0), strict=True):
             move(peer, gradient)
         exchange(peers, [4.0, 2.0, 1.0, 1.0])
         master -= step
         for fragment, own in peers[0].aggregates.items():
             state = peers[0].states[fragment].momentum
-            exactly = {} if codec == "e3m0" else {"rtol": 0, "atol": 0}  # thirds are not exact
-            torch.testing.assert_close(state, torch.full_like(state, momentum), **exactly)
-            torch.testing.assert_close(own.master, torch.full_like(state, master), **exactly)
-            # 15/32 has more bits than a power of two; the residual stays in the master
-            if codec != "e3m0":
-                assert torch.equal(peers[3].anchors[fragment], own.master)
+            assert torch.equal(state, torch.full_like(state, momentum))
+            assert torch.equal(own.master, torch.full_like(state, master))
+            assert torch.equal(peers[3].anchors[fragment], own.master)
         for peer in peers:
             for name, values in peer.local.tensors.items():
                 assert torch.equal(values, peers[0].local.tensors[name])
@@ -119,39 +110,29 @@ ROUNDS_WITHOUT_TRAINING = {
 def test_the_anchor_stays_where_it_is_while_nobody_trains(down: str, mode: str) -> None:
     """The anchor is fp32, from elsewhere, and the local parameters cannot hold it exactly."""
     for up in (*CODECS, "stat2", "topk"):
-        for dtype in (torch.bfloat16, torch.float16):
-            fixed = {"sync_every": 4, "fragments": 2, "codec_up": up, "codec_down": down}
-            fixed |= {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
-            fixed |= {"stat2": FEEDBACK, "topk": {**FEEDBACK, "momentum": 0.0}}.get(up, {})
-            settings = outer(**{**fixed, **ROUNDS_WITHOUT_TRAINING[mode]})
-            peer = Replica({"w": torch.zeros(300, dtype=dtype)}, partition({"w": 300}, 2), settings)
-            for anchor in peer.anchors:
-                anchor.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-                if down == "fp16":
-                    anchor.copy_(anchor.half())  # what such an update can say
-            peer.load_local_()
-            before = [anchor.clone() for anchor in (*peer.anchors, peer.local.tensors["w"])]
-            is_exact = down == "fp16" and dtype == torch.float16
-            assert torch.equal(before[2].float(), torch.cat(before[:2])) == is_exact
-            for version in range(3):
-                for fragment in range(2):
-                    peer.hold(fragment)
-                    rest(peer, fragment, version)
-                    own = peer.aggregates[fragment]
-                    assert torch.equal(own.master, own.anchor), "nothing adds up"
-                    assert not peer.states[fragment].momentum.any()
-                for now, then in zip((*peer.anchors, peer.local.tensors["w"]), before, strict=True):
-                    assert torch.equal(now, then), (up, dtype, version)
-
-
-def rest(peer: Replica, fragment: int, version: int) -> None:
-    """One round of a fragment without an inner step."""
-    settings = peer.settings
-    if settings.quorum:
-        peer.keep_base(fragment)
-    payload = peer.capture(fragment)
-    make(peer, named([payload]), fragment, OuterStep(version, 1))
-    peer.load_local_([fragment], settings.mixing)
+        fixed = {"sync_every": 4, "fragments": 2, "codec_up": up, "codec_down": down}
+        fixed |= {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
+        fixed |= {"stat2": FEEDBACK, "topk": {**FEEDBACK, "momentum": 0.0}}.get(up, {})
+        settings, weights = outer(**{**fixed, **ROUNDS_WITHOUT_TRAINING[mode]}), torch.zeros(300)
+        peer = Replica({"w": weights.bfloat16()}, partition({"w": 300}, 2), settings)
+        for anchor in peer.anchors:
+            anchor.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+            if down == "fp16":
+                anchor.copy_(anchor.half())  # what such an update can say
+        peer.load_local_()
+        before = [anchor.clone() for anchor in (*peer.anchors, peer.local.tensors["w"])]
+        assert not torch.equal(before[2].float(), torch.cat(before[:2]))
+        for version, fragment in itertools.product(range(3), range(2)):
+            peer.hold(fragment)
+            if settings.quorum:
+                peer.keep_base(fragment)
+            make(peer, named([peer.capture(fragment)]), fragment, OuterStep(version, 1))
+            peer.load_local_([fragment], settings.mixing)
+            own = peer.aggregates[fragment]
+            assert torch.equal(own.master, own.anchor), "nothing adds up"
+            assert not peer.states[fragment].momentum.any()
+        for now, then in zip((*peer.anchors, peer.local.tensors["w"]), before, strict=True):
+            assert torch.equal(now, then), up
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,8 +1,6 @@
 """Robust merging: honest contributions merge as before, bit for bit, and one that lies does not get
 its way."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

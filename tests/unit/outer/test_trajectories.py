@@ -5,8 +5,6 @@ Unless it says otherwise, pseudo-gradients are 0.2, 0.4, 0.6 and 1.2 in every ro
 learning rate and the momentum are 0.5, and all parameters start at 10. The mean is then 0.6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +21,6 @@ from diloco.outer.optimizer import (
     OUTER_OPTIMIZERS,
     YOUTH,
     DelayedNesterov,
-    Linear,
     Nesterov,
     OuterStep,
     lr_at,
@@ -207,15 +204,6 @@ def test_a_momentum_step_belongs_to_a_window_of_contributions(
         for ours, theirs in zip((replica.aggregates[0].master, *state.vectors), plain, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
         assert (state.version, state.pushes) == (version + 1, pushed % delay)
-
-
-def test_a_windows_length_changes_with_the_next_window_only() -> None:
-    state, steps = author({"w": torch.zeros(4)}, outer(optimizer="delayed_nesterov")).states[0], []
-    for version, delay in enumerate((3, 2, 2, 2, 2)):
-        steps.append(state.step(version, 1, delay))
-        linear = Linear((1.0,) * 3, (0.0,) * 3, (0.0,) * 3)
-        state.apply_(steps[-1], linear, CODECS["fp32"], torch.zeros(4), [])
-    assert [(step.pushes, step.delay) for step in steps] == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]
 
 
 def momentum_of(step: OuterStep, optimizer: str = "nesterov", **rates: object) -> float:

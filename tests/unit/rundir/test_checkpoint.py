@@ -1,7 +1,5 @@
 """Checkpoints under crashes, full disks and damaged bytes, and the state that they carry."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

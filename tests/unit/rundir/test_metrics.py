@@ -1,7 +1,5 @@
 """Files of a run under crashes and several writers, timed phases, summaries, and wandb."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -39,9 +37,7 @@ def test_lines_of_several_writers_never_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, real, writes = tmp_path / "metrics.jsonl", os.write, list[bytes]()
-    monkeypatch.setattr(
-        os, "write", lambda descriptor, data: (writes.append(data), real(descriptor, data))[1]
-    )
+    monkeypatch.setattr(os, "write", lambda file, data: (writes.append(data), real(file, data))[1])
     with closing(JsonLines(path)) as one, closing(JsonLines(path)) as other:
         for _ in range(3):
             one.write({"loss": math.nan, "nested": {"list": (1.0, math.inf)}})
@@ -87,10 +83,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
     path = tmp_path / "summary.json"
     write_atomic(path, "old")
     for operation in ("open", "fsync", "replace"):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ConfigError, match="No space left on device"),
-        ):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="No space left on d"):
             patch.setattr(os, operation, full_disk)
             write_atomic(path, "new")
         assert path.read_text() == "old" and os.listdir(tmp_path) == ["summary.json"]
@@ -137,10 +130,7 @@ def test_every_line_of_a_run_names_its_peer_and_time(tmp_path: Path) -> None:
         {**at, "eval_loss": None},
     ]
     assert read_json_lines(tmp_path / "events.jsonl") == [{**line, "kind": "heal", "fragment": 2}]
-    with (
-        RunLog(tmp_path, "p0") as log,
-        pytest.raises(AssertionError, match="has its own time and peer"),
-    ):
+    with RunLog(tmp_path, "p0") as log, pytest.raises(AssertionError, match="has its own time an"):
         log.event("leave", peer="p1")
 
 
@@ -210,17 +200,9 @@ def single(
 
 def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     summary.write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
-    peer = {
-        "peer_id": "12D3p0",
-        "name": "p0",
-        "steps": 10,
-        "tokens": 100,
-        "anchor_digest": "ab12",
-        "bytes_sent": 5,
-        "bytes_received": 7,
-        "seconds": {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0},
-        "utilization": 0.75,
-    }
+    peer = {"peer_id": "12D3p0", "name": "p0", "steps": 10, "tokens": 100, "utilization": 0.75}
+    peer |= {"anchor_digest": "ab12", "bytes_sent": 5, "bytes_received": 7}
+    peer["seconds"] = {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0}
     assert json.loads((tmp_path / "summary.json").read_text()) == HEAD | {
         "wall_s": 9.0,
         "outer_steps": 16,
@@ -236,11 +218,8 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
 
 def test_merging_adds_what_peers_did() -> None:
     """The swarm clock is that of the furthest."""
-    parts = [
-        single("p0", 100, 170, 2.5, outer_steps=15),
-        single("p1", 80, 175, 2.4, outer_steps=16),
-        single("p2", 10, 0, None, outer_steps=17),
-    ]
+    parts = [single("p0", 100, 170, 2.5, 15), single("p1", 80, 175, 2.4, 16)]
+    parts.append(single("p2", 10, 0, None, 17))
     whole = merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
     assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
@@ -276,7 +255,7 @@ class FakeWandb:
         vars(module).update(init=self.init, Settings=lambda **options: options, Table=self.table)
         monkeypatch.setitem(sys.modules, "wandb", module)
 
-    def init(self, **given: Any) -> FakeWandb:
+    def init(self, **given: Any) -> Any:
         self._may_fail("init")
         self.arguments = given
         return self

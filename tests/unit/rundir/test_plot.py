@@ -1,8 +1,6 @@
 """The loss plot: what is read from damaged and resumed runs, and that it becomes a picture without
 a display."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

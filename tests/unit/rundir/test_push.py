@@ -1,8 +1,6 @@
 """Models go to a directory or a store once per version, as a whole, and training never waits for
 it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Reports from a peer to its supervisor survive the pipe; every event of a run is documented."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -1,8 +1,6 @@
 """Links by hand: bandwidth, latency, fair shares; every way in which a stream ends;
 `sim.events`."""
 
-from __future__ import annotations
-
 import asyncio
 from asyncio import sleep
 from typing import Any

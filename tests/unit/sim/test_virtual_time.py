@@ -1,7 +1,5 @@
 """Virtual time: jumps, order, deadlocks, owners, and threads in lockstep with it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """The tensors of a node: what moves an anchor, what does not, and what a checkpoint holds
 meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

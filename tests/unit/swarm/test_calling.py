@@ -1,7 +1,5 @@
 """How a libp2p daemon begins and ends, and whose addresses are kept in the DHT."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from asyncio.subprocess import Process

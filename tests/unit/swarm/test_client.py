@@ -1,7 +1,5 @@
 """What a newcomer learns from a peer: addresses, the files of a run, the sequences it trains on."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from hashlib import sha256

@@ -1,8 +1,6 @@
 """The control mesh with a stub in place of the network: what is heard, what is an offence, and what
 is none."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The gate of a peer without a network: settings, what is noted, what is said; and what of it
 survives a restart: revocations, first users, the seal of the manifest."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

@@ -1,7 +1,5 @@
 """How much one peer may ask of another, and for how long one that misbehaves is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a node remembers of the swarm, and what a snapshot makes of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco.core.events import Delivered, Leave, Lost

@@ -1,7 +1,5 @@
 """Questions of peers, both sides: who gives what, how much of it, and what the asker believes."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a peer asks of a node on a bulk stream: offences have a price, and nothing else does."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """The tasks of a node: what outlives its caller, what must not, and who is late when the node
 closes. Payload goes from a real socket into its tensor, whatever comes before or after."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

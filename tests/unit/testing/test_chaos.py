@@ -1,8 +1,6 @@
 """Schedules of faults, figures from logs written by hand, links in virtual time; and one real pair
 of namespaces."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a process leaves for the next one, through the disk."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +12,6 @@ from torch import nn
 
 from diloco.config import WIRE_VERSION, Config, compose
 from diloco.errors import CheckpointError
-from diloco.messages.heads import Line
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
@@ -51,29 +48,6 @@ def through_the_disk(saved: Saved, config: Config) -> Saved:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return compose(["experiment=smoke", f"run.dir={tmp_path}"])
-
-
-def test_a_node_goes_on_where_it_stopped(config: Config) -> None:
-    saved = alone(after_two_versions, error_feedback=0.5)
-    loaded = through_the_disk(saved, config)
-    assert loaded.tips == saved.tips
-    assert (loaded.steps, loaded.applied_tokens, loaded.processed) == (2, 20, 20)
-    assert loaded.stamp == saved.stamp > 0 and loaded.addresses == saved.addresses
-    assert all(map(torch.equal, loaded.anchors, saved.anchors))
-    assert loaded.residuals.keys() == saved.residuals.keys() == {0}
-    assert torch.equal(loaded.residuals[0], saved.residuals[0])
-
-    async def goes_on(node: Alone) -> None:
-        assert node.clock() == (2, 20) and torch.equal(node.parameters["w"], loaded.anchors[0])
-        entry = loaded.tips[0].book.ledger[node.core.facts.me]
-        known = Line(
-            0, node.core.facts.me, entry.stamp, loaded.tips[0].head.prev, 1, 10, (), 1.0, "ab" * 32
-        )
-        assert not node.core.wants(known)
-        await node.learn()
-        assert node.clock() == (3, 30) and node.core.discarded() == 0
-
-    alone(goes_on, saved=loaded, error_feedback=0.5)
 
 
 def test_a_window_that_is_not_full_survives_a_restart(config: Config) -> None:

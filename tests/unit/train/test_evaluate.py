@@ -1,8 +1,6 @@
 """Evaluation and generation: exact figures, nothing left behind, and the texts of what goes
 wrong."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The swarm clock: equal learning rates at equal versions, and one moment at which all stop."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -116,9 +114,8 @@ def test_a_host_ends_with_the_budget_when_nobody_trains(
 ) -> None:
     members = [SimpleNamespace(hello=SimpleNamespace(trains=one)) for one in trains]
     control = SimpleNamespace(tip=SimpleNamespace(head=SimpleNamespace(number=steps, work=0)))
-    facts = SimpleNamespace(
-        members=SimpleNamespace(all=lambda: members), control=control, planned=(0, 0, 0)
-    )
+    there = SimpleNamespace(all=lambda: members)
+    facts = SimpleNamespace(members=there, control=control, planned=(0, 0, 0))
     host = object.__new__(Host)
     host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
     host.node = SimpleNamespace(core=SimpleNamespace(facts=facts))  # type: ignore[assignment]

@@ -1,7 +1,5 @@
 """The table of what training takes of memory: by hand, and how it depends on the settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every way of taking outer steps in the simulator, the small twins of the papers, and adapters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

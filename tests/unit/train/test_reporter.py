@@ -1,8 +1,6 @@
 """The figures of a line in `metrics.jsonl`: norm, pace, memory, and the part of a device's peak
 that is used."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

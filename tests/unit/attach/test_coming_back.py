@@ -1,7 +1,6 @@
 """A program that fails and tries again: its peer comes back as itself, and calls whom it knew."""
 
 import json
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -76,21 +75,6 @@ def test_a_peer_remembers_whom_it_knew_in_a_run(tmp_path: Path) -> None:
     file.write_text(json.dumps({"run": OURS, "own": [], "others": others}))
     assert known_by(key, OURS)[1] == KNOWN[:1]
     remember(tmp_path / "no" / "such" / "place", OURS, [], [])
-
-
-def test_a_peer_listens_where_it_did_if_it_can(tmp_path: Path) -> None:
-    key = tmp_path / "identity.key"
-
-    def listens(listen: str) -> Sequence[str]:
-        network = SwarmConfig.parse({"listen": [listen], "initial_peers": [GIVEN]})
-        return called_again(network, key, "mine", OURS, ())[0].listen
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        remember(key, OURS, [HERE.format(port)], [])
-        for listen in ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/4100"):
-            assert listens(listen) == (listen,)
-    assert listens("/ip4/127.0.0.1/tcp/0") == (f"/ip4/127.0.0.1/tcp/{port}",)
 
 
 class Network:

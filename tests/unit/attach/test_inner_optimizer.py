@@ -1,7 +1,6 @@
 """The inner optimizers: which parameters Muon takes, one step, one hook, and state that comes
 back."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,16 +68,6 @@ def test_it_learns_and_tells_its_hook_once_per_step(name: str) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     losses = [step(net, optimizer) for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0] and len(calls) == 60
-
-
-def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
-    for places, fused in (("cuda cuda", True), ("cpu cpu", None), ("cuda cpu", None)):
-        devices = map(torch.device, places.split())
-        parameters: Any = [SimpleNamespace(device=device, ndim=2) for device in devices]
-        inner._adamw(parameters, compose().inner)
-        assert asked["fused"] is fused
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -267,11 +267,11 @@ Params = list[nn.Parameter]
 
 
 class Masters(torch.optim.Optimizer):
-    """Trains fp32 copies, which it has from the beginning; or, without, what is no copy."""
+    """Trains fp32 copies, which it has from the beginning."""
 
-    def __init__(self, params: Params, copy: bool = True) -> None:
+    def __init__(self, params: Params) -> None:
         super().__init__(params, {"lr": 0.1})
-        self.masters = {one: one.detach().to(torch.float32, copy=copy) for one in params}
+        self.masters = {one: one.detach().float() for one in params}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -342,23 +342,11 @@ class Honest(torch.optim.AdamW):
             one.add_(torch.randn_like(one), alpha=0.1 * self.param_groups[0]["lr"])
 
 
-class Closed(torch.optim.Optimizer):
-    """It cannot be tried out."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
-        return closure()
-
-
 @pytest.mark.parametrize(
     "made",
     [
         lambda p: Honest(p, lr=3.0, weight_decay=0.5),
         lambda p: torch.optim.SGD(p, lr=10.0, momentum=0.99, weight_decay=0.1),
-        Closed,
-        lambda p: Masters([nn.Parameter(one.detach().float()) for one in p], copy=False),
     ],
 )
 def test_others_are_attached_as_they_are(made: Callable[[Params], torch.optim.Optimizer]) -> None:

@@ -260,17 +260,6 @@ def test_all_restart() -> None:
     assert swarm.now < at + 30.0
 
 
-def test_restarts() -> None:
-    swarm = Swarm(ProtocolSettings(sync_every=4, settle_s=1.0))
-    peer = swarm.add("a")
-    for number in range(200):
-        swarm.until(swarm.now + 500.0, lambda number=number: peer.tip().head.number > number)  # type: ignore[misc]
-        assert peer.tip().head.number == number + 1
-        saved = peer.saved()
-        swarm.die(peer)
-        swarm.start(peer, saved)
-
-
 @pytest.mark.parametrize("who", ["author", "contributor"])
 @pytest.mark.parametrize("after", [0.0, 6.0])
 def test_leaver(who: str, after: float) -> None:

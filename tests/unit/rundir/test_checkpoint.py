@@ -182,7 +182,7 @@ def test_a_damaged_file_is_named(
     save(store, 1)
     path = save(store, 2) / name
     content = path.read_bytes()
-    for size in (0, len(content) // 2, len(content) - 1, None):
+    for size in (0, len(content) - 1, None):
         if size is None:
             path.unlink()
         else:
@@ -283,11 +283,9 @@ def test_a_reader_survives_a_writer_that_prunes(
 
 
 DTYPES = "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
-KINDS = st.tuples(
-    st.sampled_from([getattr(torch, name) for name in DTYPES]),
-    st.lists(st.integers(0, 4), max_size=3),
-    st.sampled_from(["plain", "transposed", "expanded", "shared"]),
-)
+DTYPES = st.sampled_from([getattr(torch, name) for name in DTYPES])
+LAYOUTS = st.sampled_from(["plain", "transposed", "expanded", "shared"])
+KINDS = st.tuples(DTYPES, st.lists(st.integers(0, 4), max_size=3), LAYOUTS)
 GROUP = st.dictionaries(st.text(min_size=1, max_size=6), KINDS, max_size=4)
 PLAIN = st.floats() | st.integers() | st.text() | st.none() | st.lists(st.booleans())
 

@@ -22,14 +22,6 @@ from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
 from diloco.rundir.reporting import swarm_figures
-from diloco.rundir.summary import (
-    Evaluation,
-    PeerSummary,
-    PhaseTimer,
-    Summary,
-    Tokens,
-    merge_peer_summaries,
-)
 from tests.support.fake_swarm import snapshot
 
 
@@ -142,7 +134,7 @@ class Clock:
 
 
 def test_every_second_counts_in_exactly_one_phase() -> None:
-    phases = PhaseTimer(clock=(clock := Clock()))
+    phases = summary.PhaseTimer(clock=(clock := Clock()))
     clock.now = 5  # nothing runs yet
     assert phases.seconds().utilization == 0.0
     assert phases.switch("compute") is None
@@ -171,13 +163,13 @@ def test_a_phase_has_what_a_device_was_given_and_ends_with_it() -> None:
     def settle() -> None:
         clock.now += 3.0  # the device is that much behind
 
-    phases = PhaseTimer(clock=clock, settle=settle)
+    phases = summary.PhaseTimer(clock=clock, settle=settle)
     phases.switch("compute")
     clock.now += 1.0
     with phases.during("comm"):
         clock.now += 10.0
     assert phases.seconds() == PhaseSeconds(compute=4.0, comm=13.0)
-    phases = PhaseTimer(PhaseSeconds(compute=1, comm=3), clock := Clock())
+    phases = summary.PhaseTimer(PhaseSeconds(compute=1, comm=3), clock := Clock())
     with pytest.raises(KeyError), phases.during("comm"):
         clock.now = 2
         raise KeyError
@@ -190,12 +182,14 @@ HEAD: Any = {"run_id": "r", "manifest_hash": "m", "mode": "diloco"}
 
 def single(
     name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16
-) -> Summary:
+) -> summary.Summary:
     seconds, steps = PhaseSeconds(compute=3, wait=1), processed // 10
-    tokens, evaluation = Tokens(processed, applied, 0, 0), Evaluation(loss)
-    peer = PeerSummary(f"12D3{name}", name, steps, processed, "ab12", 5, 7, seconds)
+    tokens, evaluation = summary.Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
+    peer = summary.PeerSummary(f"12D3{name}", name, steps, processed, "ab12", 5, 7, seconds)
     counts = {"outer_steps": outer_steps, "heals": 1, "takeovers": 2}
-    return Summary(**HEAD, **counts, wall_s=9.0, tokens=tokens, eval=evaluation, peers=[peer])
+    return summary.Summary(
+        **HEAD, **counts, wall_s=9.0, tokens=tokens, eval=evaluation, peers=[peer]
+    )
 
 
 def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
@@ -220,8 +214,8 @@ def test_merging_adds_what_peers_did() -> None:
     """The swarm clock is that of the furthest."""
     parts = [single("p0", 100, 170, 2.5, 15), single("p1", 80, 175, 2.4, 16)]
     parts.append(single("p2", 10, 0, None, 17))
-    whole = merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
-    assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
+    whole = summary.merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
+    assert whole.tokens == summary.Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
     assert (whole.wall_s, whole.exit, whole.mode) == (11.0, 4, "diloco")
     assert whole.peers == [part.peers[0] for part in parts]
@@ -235,7 +229,7 @@ def test_contributions_become_a_table_for_any_spreadsheet(tmp_path: Path) -> Non
     ]
     p0, p1, p2 = (single(f"p{steps}", 1, 1, None, outer_steps=steps) for steps in (3, 2, 4))
     parts = [replace(p0, contributions=rows), replace(p1, contributions=rows[1:]), p2]
-    whole = merge_peer_summaries(parts, **HEAD)
+    whole = summary.merge_peer_summaries(parts, **HEAD)
     assert whole.contributions == rows and whole.to_json()["contributions"][0]["peer_id"] == "id1"
     summary.write_contributions(tmp_path / "contributions.csv", whole.contributions)
     assert (tmp_path / "contributions.csv").read_text().splitlines() == [

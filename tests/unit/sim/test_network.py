@@ -162,27 +162,6 @@ async def test_a_cut_is_silence_and_what_waited_goes_on_when_mended(town: Town) 
     assert town.heard["two"] == [(b"hello", pytest.approx(10 + 30 + 5))]
 
 
-async def test_a_reset_breaks_every_stream_between_two_and_no_other(town: Town) -> None:
-    one, two, three = await town.peers("one", "two", "three", latency_s=0.5)
-    doomed = [await town.stream(one, "two"), await town.stream(two, "one")]
-    lucky = [await town.stream(one, "three"), await town.stream(three, "two")]
-    town.network.reset("one", "two")
-    await sleep(1)
-    for writer in doomed:
-        writer.write(b"lost")
-        with pytest.raises(ConnectionResetError):
-            await writer.drain()
-    for writer in lucky:
-        await ends_with(writer, b"kept")
-    await town.tell(one, "two", b"again")
-    await sleep(10)
-    assert {name: sorted(town.told(name)) for name in town.heard} == {
-        "one": [b""],
-        "two": [b"", b"again", b"kept"],
-        "three": [b"kept"],
-    }
-
-
 class Trickle:
     """A reader that brings a little every 13 seconds, and nothing any more after a while."""
 

@@ -10,16 +10,7 @@ from diloco.messages.codec import encode
 from diloco.messages.control import Status
 from diloco.messages.fields import MAX_COUNT, MAX_NAMED, MAX_RANGES, MAX_TOKENS
 from diloco.swarm import limits
-from diloco.swarm.limits import (
-    FIRST_S,
-    FORGET_S,
-    LONGEST_S,
-    Buckets,
-    Dials,
-    EventLines,
-    Newest,
-    Penalties,
-)
+from diloco.swarm.limits import FIRST_S, FORGET_S, LONGEST_S
 from tests.support.core import D, hello_of
 
 NOW = 1000.0
@@ -28,7 +19,7 @@ NOW = 1000.0
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.1, 5)), max_size=12))
 def test_no_more_is_taken_out_of_a_bucket_than_flowed_in(steps: list[tuple[float, float]]) -> None:
-    buckets, now, taken = Buckets[str](per_s=2.0, burst=5.0), NOW, 0.0
+    buckets, now, taken = limits.Buckets[str](per_s=2.0, burst=5.0), NOW, 0.0
     for gap_s, amount in steps:
         now += gap_s
         taken += amount if buckets.take("a", now, amount) else 0.0
@@ -36,7 +27,7 @@ def test_no_more_is_taken_out_of_a_bucket_than_flowed_in(steps: list[tuple[float
 
 
 def test_buckets_take_bounded_memory_and_full_ones_go_first() -> None:
-    buckets: Buckets[str] = Buckets(per_s=0.001, burst=1.0)
+    buckets: limits.Buckets[str] = limits.Buckets(per_s=0.001, burst=1.0)
     for number in range(2 * limits.MAX_PEERS - 1):
         buckets.take(str(number), NOW - 2000.0)
     assert buckets.take("greedy", NOW) and buckets.take("late", NOW)
@@ -44,7 +35,7 @@ def test_buckets_take_bounded_memory_and_full_ones_go_first() -> None:
 
 
 def test_an_older_stream_of_a_stranger_makes_room() -> None:
-    newest: Newest[int] = Newest()
+    newest: limits.Newest[int] = limits.Newest()
     over = [one for number in range(limits.STRANGERS_OF_ONE + 2) for one in newest.add("a", number)]
     assert over == [0, 1]
     crowd = range(100, 100 + limits.STRANGERS)
@@ -55,7 +46,7 @@ def test_an_older_stream_of_a_stranger_makes_room() -> None:
 
 
 def test_peers_that_others_name_are_called_so_many_at_a_time() -> None:
-    dials = Dials()
+    dials = limits.Dials()
     dials.hear(f"p{number}" for number in range(10_000))
     assert len(dials) == limits.MAX_WAITING_DIALS
     assert len(dials.due(NOW)) == limits.DIALS_AT_ONCE and dials.due(NOW) == []
@@ -64,7 +55,7 @@ def test_peers_that_others_name_are_called_so_many_at_a_time() -> None:
 
 
 def test_lines_of_one_peer_hide_none_of_another() -> None:
-    lines, most = EventLines(), int(limits.LINES)
+    lines, most = limits.EventLines(), int(limits.LINES)
     written = [lines.suppressed("stuck", "liar", NOW) for _ in range(2000)]
     assert written == [0] * most + [None] * (2000 - most)
     assert lines.suppressed("stuck", "honest", NOW) == 2000 - most
@@ -105,7 +96,7 @@ def test_honest_messages_of_large_swarms_fit_their_frames(fragments: int, closed
 
 
 def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:
-    penalties, now = Penalties(), 100.0
+    penalties, now = limits.Penalties(), 100.0
     for expected in (FIRST_S, 2 * FIRST_S, 4 * FIRST_S):
         assert penalties.offence("a", "sent nonsense", now) == expected
         assert penalties.refusal("a", now + expected - 1) == "refused for 1 s more: sent nonsense"
@@ -115,10 +106,11 @@ def test_each_offence_doubles_the_time_and_a_day_forgets_it() -> None:
     for _ in range(30):
         now += penalties.offence("a", "sent nonsense", now)
     assert penalties.offence("a", "sent nonsense", now) == LONGEST_S
-    assert penalties.offence("a", "sent nonsense", now + LONGEST_S + FORGET_S) == FIRST_S
+    later = now + LONGEST_S + FORGET_S
+    assert penalties.offence("a", "sent nonsense", later) == FIRST_S
 
 
 def test_offences_on_streams_that_were_open_already_count_once() -> None:
-    penalties = Penalties()
+    penalties = limits.Penalties()
     refused_s = [penalties.offence("a", "x", now) for now in (0.0, 4.0, FIRST_S)]
     assert refused_s == [FIRST_S, FIRST_S - 4, 2 * FIRST_S]

@@ -15,7 +15,7 @@ import torch
 from diloco.errors import PayloadError
 from diloco.messages import codec
 from diloco.messages.codec import WIRE_VERSION
-from diloco.messages.snapshot import MAX_PIECE_BYTES
+from diloco.messages.snapshot import MAX_PIECE_BYTES, pack
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import (
     InnerLayout,
@@ -24,18 +24,10 @@ from diloco.swarm.rpc.inner_state import (
     fetch_inner,
 )
 from diloco.swarm.rpc.probe import Probe, ProbeServer, _callable, ask_to_be_called, probe
-from diloco.swarm.rpc.watch import (
-    InfoRequest,
-    InfoServer,
-    Piece,
-    request_file,
-    request_manifest,
-    request_snapshot,
-)
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from tests.support.core import core, join
 from tests.support.stub_wire import Transport
-from tests.unit.messages.test_snapshot import SEEN, pack
+from tests.unit.messages.test_snapshot import SEEN
 
 CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more
 DIGEST, GONE = sha256(CONTENT).hexdigest(), "ab" * 32
@@ -51,19 +43,19 @@ def info(tmp_path: Path) -> Any:
     context.manifest = '{"ä": 1}'
     context.files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
     context.packed_snapshot = lambda now: pack(SEEN)
-    return Transport(InfoServer(context).answer)
+    return Transport(watch.InfoServer(context).answer)
 
 
 async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_others(
     tmp_path: Path,
 ) -> None:
     there = info(tmp_path)
-    assert await request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
-    assert await request_snapshot(there, "p") == SEEN
-    assert await request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
+    assert await watch.request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
+    assert await watch.request_snapshot(there, "p") == SEEN
+    assert await watch.request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
     for digest in (sha256(b"secret").hexdigest(), GONE):
         with pytest.raises(PayloadError, match="refused: no file with that digest is here; ask"):
-            await request_file(there, "p", digest, 9)
+            await watch.request_file(there, "p", digest, 9)
 
 
 async def test_an_asker_gets_only_so_many_bytes_of_files(
@@ -72,32 +64,32 @@ async def test_an_asker_gets_only_so_many_bytes_of_files(
     monkeypatch.setattr(watch, "FILE_BYTES", 2 * len(CONTENT))
     there = info(tmp_path)
     for _ in range(2):
-        await request_file(there, "p", DIGEST, len(CONTENT))
+        await watch.request_file(there, "p", DIGEST, len(CONTENT))
     with pytest.raises(PayloadError, match="enough files were sent for a while"):
-        await request_file(there, "p", DIGEST, len(CONTENT))
+        await watch.request_file(there, "p", DIGEST, len(CONTENT))
 
 
 def saying(*pieces: bytes, version: int = WIRE_VERSION) -> Any:
-    async def answer(stream: PeerStream, request: InfoRequest) -> None:
+    async def answer(stream: PeerStream, request: watch.InfoRequest) -> None:
         for piece in pieces:
-            await stream.send(Piece(version, piece, more=True))
-        await stream.send(Piece(version, b""))
+            await stream.send(watch.Piece(version, piece, more=True))
+        await stream.send(watch.Piece(version, b""))
 
     return Transport(answer)
 
 
 async def test_only_what_was_asked_for_is_believed() -> None:
     with pytest.raises(PayloadError, match="is another one than the manifest names"):
-        await request_file(saying(CONTENT[:9]), "p", DIGEST, len(CONTENT))
+        await watch.request_file(saying(CONTENT[:9]), "p", DIGEST, len(CONTENT))
     with pytest.raises(PayloadError, match=f"has more than {len(CONTENT)} bytes"):
-        await request_file(saying(*[b"x" * MAX_PIECE_BYTES] * 9), "p", DIGEST, len(CONTENT))
+        await watch.request_file(saying(*[b"x" * MAX_PIECE_BYTES] * 9), "p", DIGEST, len(CONTENT))
     with pytest.raises(PayloadError, match=f"manifest has more than {MAX_PIECE_BYTES} bytes"):
-        await request_manifest(saying(*[b"x" * MAX_PIECE_BYTES] * 2), "p")
+        await watch.request_manifest(saying(*[b"x" * MAX_PIECE_BYTES] * 2), "p")
     with pytest.raises(PayloadError, match="that is no snapshot"):
-        await request_snapshot(saying(b"nonsense"), "p")
+        await watch.request_snapshot(saying(b"nonsense"), "p")
     with pytest.raises(PayloadError, match="wire version 11 there does not fit 12 here"):
-        await request_snapshot(saying(b"", version=11), "p")
-    assert (await request_manifest(saying(b"\xff"), "p"))[0] == "\ufffd", "which is no JSON"
+        await watch.request_snapshot(saying(b"", version=11), "p")
+    assert (await watch.request_manifest(saying(b"\xff"), "p"))[0] == "\ufffd", "which is no JSON"
 
 
 # -- probes ----------------------------------------------------------------------------------------

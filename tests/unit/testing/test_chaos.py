@@ -1,11 +1,7 @@
 """Schedules of faults, figures from logs written by hand, links in virtual time; and one real pair
 of namespaces."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ import pytest
 from diloco.testing.chaos.peers import Happened
 from diloco.testing.chaos.report import Account, Log, Stay, judge, lines_of, report
 from diloco.testing.chaos.schedule import ScheduledFault, ScheduleError, parse
-from diloco.testing.links.links import Links, unavailable
 from diloco.testing.links.pipe import Pipe, Shape, rate_bytes
 
 PLAN = (
@@ -96,52 +91,3 @@ def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
     for _ in range(8):
         slow.push(0.0, bytes(65000))
     assert (len(slow.pull(10.0)), slow.dropped) == (5, 3), "it still carries large packets"
-
-
-ECHO = """
-import socket, sys
-far = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-far.bind((sys.argv[1], 5001))
-print("ready", flush=True)
-while True:
-    far.sendto(*far.recvfrom(100))
-"""
-PING = """
-import socket, sys, time
-near = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-near.settimeout(float(sys.argv[2]))
-near.connect((sys.argv[1], 5001))
-for _ in range(5):
-    begun_at = time.monotonic()
-    near.send(b"x")
-    near.recv(100)
-    print(time.monotonic() - begun_at)
-"""
-
-
-@pytest.mark.skipif(unavailable() is not None, reason=f"{unavailable()}")
-def test_an_emulated_link_delays_cuts_heals_and_leaves_nothing() -> None:
-    def trips(patience_s: float) -> list[float]:
-        command = [*links.command(0), sys.executable, "-c", PING, links.address(1), str(patience_s)]
-        shown = subprocess.run(command, capture_output=True, text=True).stdout
-        return [float(line) for line in shown.splitlines()]
-
-    with closing(Links(os.getpid(), Shape(delay_s=0.02))) as links:
-        links.add(0)
-        links.add(1)
-        echo = [*links.command(1), sys.executable, "-c", ECHO, links.address(1)]
-        with subprocess.Popen(echo, stdout=subprocess.PIPE, text=True) as far:
-            try:
-                assert far.stdout is not None and far.stdout.readline() == "ready\n"
-                assert len(calm := trips(60)) == 5 and min(calm) >= 0.04
-                links.worsen(1, "delay", "30ms")
-                assert len(late := trips(60)) == 5 and min(late) >= 0.1
-                links.fast(1)
-                links.partition([[0], [1]])
-                assert trips(0.05) == []
-                links.partition([])
-                assert len(trips(60)) == 5
-            finally:
-                far.kill()
-    left = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    assert f"-{os.getpid()}-" not in left

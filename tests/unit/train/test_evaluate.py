@@ -108,9 +108,7 @@ def test_sampling_depends_on_its_seed_alone(small: nn.Module) -> None:
     assert sampled(1) == first
     assert torch.equal(torch.random.get_rng_state(), before)
     assert sampled(2) != first and small.training
-    assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str), (
-        "no prompt begins a document"
-    )
+    assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +126,6 @@ def test_arguments_that_cannot_be_used_are_one_line(
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         generate(small, BYTES, "0123456789", **values)
     assert "\n" not in str(caught.value)
-
-
-def test_the_space_before_a_word_is_kept_where_a_tokenizer_has_it_between_words_only(
-    small: nn.Module,
-) -> None:
-    class Words(ByteTokenizer):
-        def decode(self, tokens: Sequence[int]) -> str:
-            return " ".join(map(str, tokens))
-
-    written = generate(small, Words(), "ab", max_new_tokens=3, temperature=0)
-    assert re.fullmatch(r"( \d+){3}", written)
 
 
 def test_a_prompt_that_cannot_be_encoded_is_refused_by_its_key(small: nn.Module) -> None:

@@ -32,9 +32,8 @@ def test_auto_is_what_the_device_computes_natively(
     native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation
-    )
+    supported = lambda including_emulation: native or including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert precision_of(compose(), CUDA) == chosen
     assert precision_of(compose(["train.precision=fp32"]), CUDA) == "fp32"
     assert precision_of(compose(), CPU) == "fp32"
@@ -98,9 +97,7 @@ def test_gradients_of_the_scaled_loss_become_those_of_the_loss() -> None:
     scale = LossScale(compose(["train.precision=bf16"]), RankGroup(CPU))
     loss = torch.ones(())
     assert scale.scaled(loss) is loss
-    assert not scale.skips(torch.empty((), device="meta")), (
-        "nobody waits for the norm: to read this value would raise"
-    )
+    assert not scale.skips(torch.empty((), device="meta")), "to read this value would raise"
 
 
 def test_gradients_that_overflow_unscaled_end_the_run() -> None:
@@ -109,9 +106,7 @@ def test_gradients_that_overflow_unscaled_end_the_run() -> None:
     with pytest.raises(DivergedError, match=r"use train\.precision=fp32, or lower inner\.lr"):
         scale.skips(infinite)
     another_rank: Any = SimpleNamespace(device=CPU, all_reduce_min=lambda finite: 0)
-    assert scale_of(ranks=another_rank).skips(torch.ones(())), (
-        "a step is skipped when those of another rank overflow"
-    )
+    assert scale_of(ranks=another_rank).skips(torch.ones(())), "those of another rank overflow"
 
 
 def test_a_resumed_peer_goes_on_with_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:

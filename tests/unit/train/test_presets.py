@@ -42,9 +42,7 @@ def test_the_small_twin_of_a_paper_learns(name: str, tmp_path: Path) -> None:
     settings = [f"experiment={name}", *model, *budget.split(), *swarm.split()]
     outcome = simulate(compose([*settings, f"run.dir={tmp_path}"]), lambda message: None)
     assert len(digests(outcome)) == 1
-    assert outcome.summary.eval.loss is not None and outcome.summary.eval.loss < 4.8, (
-        "5.55 is a guess"
-    )
+    assert outcome.summary.eval.loss is not None and outcome.summary.eval.loss < 4.8  # 5.55: guess
 
 
 pytestmark = pytest.mark.usefixtures("own_home")

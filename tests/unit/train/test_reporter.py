@@ -50,15 +50,11 @@ def test_no_peak_is_invented(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built("llama")
     peaks = {
         "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA GH200 480GB": 989e12,
         "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA L40S": 362e12,
         "NVIDIA GeForce RTX 4090": 165.2e12,
         "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-        "NVIDIA A10G": None,
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
         "CPU": None,
-        "MPS": None,
     }
     for name, peak in peaks.items():
         monkeypatch.setattr(devices, "name_of", lambda device, name=name: name)

@@ -1,7 +1,4 @@
-"""The table of the way of a contribution (diloco/README.md) is made from a traced run.
-
-`python -m tests.sim.test_hops` writes it anew.
-"""
+"""The table of the way of a contribution (diloco/README.md) is that of a traced run."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import sys
 import threading
 from inspect import unwrap
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any
 
@@ -39,8 +35,8 @@ WAY: list[tuple[str, Any]] = [
 ]
 
 
-def table(run_dir: Path) -> str:
-    """Runs two peers, and follows the way: each call has to come after the one before."""
+def test_the_table_of_the_way_is_what_a_run_does(tmp_path: Path) -> None:
+    """Each call comes after the one before."""
     way = [(who, unwrap(function).__code__) for who, function in WAY]
     wanted, called = {code for _, code in way}, list[CodeType]()
 
@@ -51,27 +47,15 @@ def table(run_dir: Path) -> str:
     threading.setprofile(traced)
     sys.setprofile(traced)
     try:
-        simulated(run_dir, "local.peers=2", "budget.outer_steps=1")
+        simulated(tmp_path, "local.peers=2", "budget.outer_steps=1")
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    rows, rest = [], iter(called)
+    rows, files, rest = [], set(), iter(called)
     for who, code in way:
         assert code in rest, f"{code.co_qualname} does not follow"
         file = Path(code.co_filename).relative_to(PACKAGE)
+        files.add(file)
         rows.append(f"| {who} | `{code.co_qualname}` | {file} |\n".replace("|  |", "| |"))
-    return HEADER + "".join(rows)
-
-
-def test_the_table_of_the_way_is_what_a_run_does(tmp_path: Path) -> None:
-    found = table(tmp_path / "run")
-    assert found in (PACKAGE / "README.md").read_text()
-    files = {row.split(" | ")[2] for row in found.splitlines()[2:]}
+    assert HEADER + "".join(rows) in (PACKAGE / "README.md").read_text()
     assert len(WAY) <= 12 and len(files) <= 9
-
-
-if __name__ == "__main__":
-    page = PACKAGE / "README.md"
-    before, _, old = page.read_text().partition(HEADER)
-    with TemporaryDirectory() as place:
-        page.write_text(before + table(Path(place) / "run") + "\n" + old.partition("\n\n")[2])

@@ -210,7 +210,7 @@ class World(Promises):
         if peer.name == self.liar:
             done = peer.anchors.done
             peer.anchors.done = lambda action: self.lie(done(action))  # type: ignore[method-assign]
-        self.at(self.now + self.random.uniform(2, 8), self.save, peer, peer.life)
+        self.in_life(peer, self.now + self.random.uniform(2, 8), self.save, peer)
 
     def learns(self, peer: Peer, line: Line) -> tuple[int, ...]:
         self.learned[peer.name].add(line.stamp)
@@ -225,11 +225,10 @@ class World(Promises):
         self.lies.add(hexed(lie))
         return altered(event, update=lie, digest=hexed(lie))
 
-    def save(self, peer: Peer, life: int) -> None:
-        if peer.life == life:
-            if not peer.frozen and peer.name not in self.damaged:
-                self.saves[peer.name] = [*self.saves[peer.name][-3:], peer.saved()]
-            self.at(self.now + self.random.uniform(4, 10), self.save, peer, life)
+    def save(self, peer: Peer) -> None:
+        if not peer.frozen and peer.name not in self.damaged:
+            self.saves[peer.name] = [*self.saves[peer.name][-3:], peer.saved()]
+        self.in_life(peer, self.now + self.random.uniform(4, 10), self.save, peer)
 
     def often(self, peer: Peer, what: str, seconds: float) -> int:
         """How often a peer did that in the last seconds, this time included."""
@@ -274,7 +273,7 @@ class World(Promises):
                 self.at(self.now + gone_s, self.back, peer)
             case "freeze":
                 peer.frozen = True
-                self.at(self.now + seconds, self.wakes, peer, peer.life)
+                self.in_life(peer, self.now + seconds, self.wakes, peer)
             case "leave":
                 lonely = len(alive) < 3 or any(one.facts.leaving for one in alive)
                 if not (self.leaving and lonely):  # others have to be there for what it leaves
@@ -314,8 +313,8 @@ class World(Promises):
             save = saves[-1] if old and self.leaving else None
             self.start(peer, self.random.choice(saves) if old and not self.leaving else save)
 
-    def wakes(self, peer: Peer, life: int) -> None:
-        if peer.life == life and peer.frozen:
+    def wakes(self, peer: Peer) -> None:
+        if peer.frozen:
             self.thaw(peer)
 
     def goes_on(self, peer: Peer) -> None:
@@ -325,7 +324,7 @@ class World(Promises):
     def heal(self) -> None:
         self.unblock(list(self.blocked))
         for peer in self.peers.values():
-            self.wakes(peer, peer.life)
+            self.wakes(peer)
             if peer.core and not self.leaving and (peer.stuck or peer.facts.leaving):
                 self.die(peer)  # it is put right by its owner
             if not self.leaving:

@@ -43,15 +43,8 @@ class Signer(NamedTuple):
 class Arithmetic:
     """The bounds that follow from `Anchors._merged`."""
 
-    def bounds(
-        self,
-        number: int,
-        contributions: int,
-        pushes: int,
-        delay: int,
-        longest: float,
-        reach: tuple[float, ...],
-    ) -> Bounds:
+    def bounds(self, *given: Any) -> Bounds:
+        longest, reach = given[-2:]
         momentum = (3 * reach[0] + 2 * longest) // 4 + 4
         return Bounds(longest + reach[0] // 2 + 4, (momentum, 0.0, 0.0))
 

@@ -28,8 +28,7 @@ Pair = frozenset[str]
 
 @dataclass(eq=False)
 class Peer:
-    """One peer: its core, its anchors, and a training loop whose steps take `step_s`, of `batch`
-    sequences each."""
+    """A core, its anchors, and a training loop of `batch` sequences in `step_s`."""
 
     name: str
     settings: ProtocolSettings
@@ -105,15 +104,9 @@ class Swarm:
         self.now = self.now if stop() else end
 
     def carry(
-        self,
-        sender: str,
-        to: str,
-        event: events.Event,
-        back: events.Event | None = None,
-        bulk: bool = False,
+        self, sender: str, to: str, event: Any, back: events.Event | None = None, bulk: bool = False
     ) -> None:
-        """Bring an event to another peer; perhaps the stream breaks, of which the sender hears if
-        it asked."""
+        """Bring an event to another peer; if the stream breaks, the sender hears `back`."""
         pair = frozenset((sender, to))
         epoch = self.epochs.get(pair)
         if epoch is None:
@@ -137,8 +130,7 @@ class Swarm:
             self.tell(self.peers[to], event)
 
     def drop(self, pair: Pair, who: str) -> None:
-        """One side closes the connection, or dies; the other hears of it, unless the network is
-        cut."""
+        """One side closes the connection; the other hears of it, unless the network is cut."""
         if self.epochs.pop(pair, None) and pair not in self.blocked:
             (other,) = pair - {who}
             self.at(self.now + self.latency_s, self._gone, pair, other, who)
@@ -204,17 +196,19 @@ class Swarm:
         self.heads |= {tip.head.id: tip.head for tip in saved.tips}
         cycle = peer.cycle or settings.sync_every
         wanted = events.Wanted(2 * cycle * peer.batch, cycle)
-        self.at(self.now, self._later, peer, peer.life, wanted)
-        self.at(self.now + self.random.random(), self._tick, peer, peer.life)
+        self.in_life(peer, self.now, self.tell, peer, wanted)
+        self.in_life(peer, self.now + self.random.random(), self._tick, peer)
 
-    def _tick(self, peer: Peer, life: int) -> None:
-        if peer.life == life:
-            self.tell(peer, events.Tick())
-            self.at(self.now + 1.0, self._tick, peer, life)
+    def in_life(self, peer: Peer, when: float, what: Callable[..., None], *args: Any) -> None:
+        """Do that then, if the peer is still in this life."""
+        life = peer.life
+        self.at(when, lambda: what(*args) if peer.life == life else None)
 
-    def _later(self, peer: Peer, life: int, event: events.Event) -> None:
+    def _tick(self, peer: Peer) -> None:
+        life = peer.life
+        self.tell(peer, events.Tick())
         if peer.life == life:
-            self.tell(peer, event)
+            self.in_life(peer, self.now + 1.0, self._tick, peer)
 
     def die(self, peer: Peer) -> None:
         """The process ends; the others hear of it, unless the network is cut."""
@@ -252,17 +246,16 @@ class Swarm:
         if peer.core and peer.core.runs and not peer.stepping and not peer.hangs:
             peer.stepping = True
             done_at = self.now + peer.step_s * self.random.uniform(0.95, 1.05)
-            self.at(done_at, self._step, peer, peer.life)
+            self.in_life(peer, done_at, self._step, peer)
 
     def check(self, peer: Peer) -> None:
         """What the fuzz looks at after each event."""
 
-    def _step(self, peer: Peer, life: int) -> None:
-        if peer.life == life:
-            peer.stepping = False
-            units = first(peer.facts.queue, peer.batch)
-            if units and not peer.facts.leaving:
-                self.tell(peer, events.Stepped(count(units), units, 1 / peer.step_s))
+    def _step(self, peer: Peer) -> None:
+        peer.stepping = False
+        units = first(peer.facts.queue, peer.batch)
+        if units and not peer.facts.leaving:
+            self.tell(peer, events.Stepped(count(units), units, 1 / peer.step_s))
 
     def do(self, peer: Peer, action: events.Action) -> None:
         """Carry one action out."""
@@ -286,18 +279,15 @@ class Swarm:
             case events.Note(kind, said):
                 peer.notes.append((self.now, kind, said))
             case events.Wake(when):
-                self.at(when, self._later, peer, peer.life, events.Tick())
+                self.in_life(peer, when, self.tell, peer, events.Tick())
             case events.Exit():
                 self.die(peer)
             case events.Merge() if peer.stuck:
                 pass
             case _:
                 done_at = self.now + self.work_s * self.random.uniform(0.5, 2.0)
-                self.at(done_at, self._work, peer, peer.life, action)
-
-    def _work(self, peer: Peer, life: int, action: events.Action) -> None:
-        if peer.life == life:
-            self.tell(peer, peer.anchors.done(action))
+                work = lambda: self.tell(peer, peer.anchors.done(action))  # noqa: E731
+                self.in_life(peer, done_at, work)
 
     def _written(self, peer: Peer, answer: Any) -> Any:
         match answer:

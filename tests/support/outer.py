@@ -35,9 +35,6 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return float((y - x).norm() / x.norm())
 
 
-# -- what travels ----------------------------------------------------------------------------------
-
-
 def encoded(one: str | Codec, x: Tensor) -> Tensor:
     """The payload of a chunk, which is left as it is."""
     one, before = CODECS[one] if isinstance(one, str) else one, x.clone()
@@ -47,22 +44,9 @@ def encoded(one: str | Codec, x: Tensor) -> Tensor:
     return payload
 
 
-def decoded(name: str, payload: Tensor, numel: int) -> Tensor:
-    out = torch.full((numel,), torch.nan)
-    CODECS[name].decode(payload, out)
-    return out
-
-
-def round_trip(name: str, x: Tensor) -> Tensor:
-    return decoded(name, encoded(name, x), x.numel())
-
-
 def payload_of(one: Codec, values: Tensor) -> Tensor:
     """The payload of a whole fragment."""
     return torch.cat([encoded(one, values[start:stop]) for start, stop in chunks(len(values))])
-
-
-# -- versions --------------------------------------------------------------------------------------
 
 
 def author(parameters: Mapping[str, Tensor], settings: OuterConfig, fragments: int = 1) -> Replica:
@@ -107,17 +91,3 @@ def make(
     assert all(map(torch.equal, before, (one.payload for one in those)))
     replica.apply_update_(fragment, merged.update, merged.step)
     return merged, replica.digest(fragment)
-
-
-def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
-    """One outer step of all fragments, of which the first peer is author; every peer adopts the
-    update."""
-    for index in peers[0].aggregates:
-        merged, digest = make(
-            peers[0], named([peer.capture(index) for peer in peers], weights), index
-        )
-        for peer in peers[1:]:
-            peer.apply_update_(index, merged.update, merged.step)
-            assert peer.digest(index) == digest
-    for peer in peers:
-        peer.load_local_()

@@ -14,7 +14,6 @@ import pytest
 from diloco.admission.keys import RunKey
 from diloco.errors import JoinError, SwarmError
 from diloco.swarm.client.ask import inspect_swarm, parse_manifest
-from tests.support.joining import OTHER
 from tests.support.loops import attached, made
 from tests.support.peers import (
     SMOKE,
@@ -28,6 +27,7 @@ from tests.support.peers import (
 )
 
 pytestmark = pytest.mark.usefixtures("own_home")
+OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
 
 
 @pytest.fixture

@@ -20,16 +20,24 @@ from diloco.cli.volunteer import (
 from diloco.config import WIRE_VERSION, compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.reporting import Ready
-from diloco.swarm.client.ask import check_clock, parse_manifest
+from diloco.swarm.client.ask import SwarmInfo, check_clock, parse_manifest
+from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.machine import GIB, Machine, MemoryNeed, fit_micro_batch
 from tests.support.errors import error_text
-from tests.support.joining import OTHER, found
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"
+OTHER = "QmczQ58j3TwhWbL1MZkbdSCjM5LQFxyJ85RP1WecJwrcCV"
+
+
+def found(*ahead_s: float) -> SwarmInfo:
+    """What a volunteer's machine has found."""
+    reply = ProbeReply(wire_version=1, run_id="r", name="n", unix_s=0.0, addresses=[], known=[])
+    results = [ProbeResult(str(n), reply, 0.01, value) for n, value in enumerate(ahead_s)]
+    return SwarmInfo("{}", results)
 
 
 def test_joins_at_once_have_identities_of_their_own(own_home: Path, tmp_path: Path) -> None:

@@ -18,12 +18,22 @@ from diloco.outer.codecs import CODECS, LIMIT
 from diloco.outer.fragments import BLOCK, partition
 from diloco.outer.replica import Replica
 from tests.support.extensions import INT6, registering
-from tests.support.outer import decoded, encoded, gaussian, outer, relative_error, round_trip
+from tests.support.outer import encoded, gaussian, outer, relative_error
 
 # those that publish, and those that lose most
 ALL, LESS = CODECS.names(True), CODECS.names(False)
 SIZES = (1, 2, 3, 5, 63, 65, 129, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 131)
 each_codec = pytest.mark.parametrize("name", [*CODECS, "int6"])
+
+
+def decoded(name: str, payload: Tensor, numel: int) -> Tensor:
+    out = torch.full((numel,), torch.nan)
+    CODECS[name].decode(payload, out)
+    return out
+
+
+def round_trip(name: str, x: Tensor) -> Tensor:
+    return decoded(name, encoded(name, x), x.numel())
 
 
 @pytest.fixture(autouse=True, scope="module")

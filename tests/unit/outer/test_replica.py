@@ -1,7 +1,7 @@
 """The outer step as peers take it together: capture, merge, apply, with no network between them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from diloco.outer.digest import fragment_digest
 from diloco.outer.fragments import BLOCK, CHUNK, partition
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.replica import Replica
-from tests.support.outer import EXACT, author, exchange, gaussian, make, named, outer, payload_of
+from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scale": ()}
 CODECS = ["fp32", "fp16", "int8", "e3m0"]
@@ -23,6 +23,20 @@ def replica(parameters: Mapping[str, Tensor], fragments: int = 1, **settings: ob
     fixed = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0, "clip_factor": 10, **EXACT}
     pieces = partition({name: value.numel() for name, value in parameters.items()}, fragments)
     return Replica(parameters, pieces, outer(**{**fixed, **settings}))
+
+
+def exchange(peers: Sequence[Replica], weights: Sequence[float]) -> None:
+    """One outer step of all fragments, of which the first peer is author; every peer adopts the
+    update."""
+    for index in peers[0].aggregates:
+        merged, digest = make(
+            peers[0], named([peer.capture(index) for peer in peers], weights), index
+        )
+        for peer in peers[1:]:
+            peer.apply_update_(index, merged.update, merged.step)
+            assert peer.digest(index) == digest
+    for peer in peers:
+        peer.load_local_()
 
 
 def alike(

@@ -6,9 +6,10 @@
 
     python scripts/examples/chat_lora.py            the first, on a tiny base, which it makes
     python scripts/examples/chat_lora.py ADDRESS    the second, from another terminal
+    python scripts/examples/chat_lora.py ADDRESS 2  a third, which may come late
 
 Each machine reads its own conversations, none is sent, and only the adapter travels. Of a base on
-the hub the second peer fetches the same commit; this one is a directory that both have. 10 rounds,
+the hub the others fetch the same commit; this one is a directory that all have. 10 rounds,
 in a minute; the first writes the adapter to adapter/, as peft loads it, and the whole model to
 model/.
 """
@@ -37,14 +38,14 @@ def diloco(*arguments):
         sys.exit(ended.returncode)
 
 
-joins = sys.argv[1:2]
+joins, number = sys.argv[1:2], int((*sys.argv[2:3], len(sys.argv[1:]))[0])
 place = Path(tempfile.mkdtemp())
 torch.manual_seed(0)
 shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": 0}
 shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(place / "base")
 
-sums = [(a, b) for a in range(40) for b in range(40) if (a + b) % 2 == len(joins)]
+sums = [(a, b) for a in range(40) for b in range(40) if (a + b) % 3 == number]
 with (place / "chats.jsonl").open("w") as file:
     for a, b in sums:
         asked, answer = f"{a} + {b}?", f"It is {a + b}."

@@ -363,7 +363,9 @@ class Attachment:
                 yield
                 return
             with restored_after(self.parameters):
-                self._link.show_anchors()
+                with self._link.serve_parameters():
+                    if self.view is not None:
+                        self.view.show_anchors()
                 yield
 
     @contextmanager
@@ -371,7 +373,7 @@ class Attachment:
         """Rank 0: the state at the last exchange. Its tensors may be live, and stay inside."""
         with self._paused():
             assert self.node is not None
-            yield self._link.runtime.call(self.node.snapshot(copies=not self.outer.lockstep))
+            yield self._link.runtime.call(self.node.anchors.snapshot(not self.outer.lockstep))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ class NodeHandle:
     def show_anchors(self) -> None:
         """The parameters become the anchors, also after `close`."""
         if not self.closed:
-            return self._runtime.call(self.node.show_anchors())
+            return self._runtime.call(self.node.anchors.show())
         for fragment in range(len(self.node.replica.fragments)):
             self.node.replica.show_anchor_(fragment)
 
@@ -86,8 +86,10 @@ class NodeHandle:
         return self.look(lambda node: ledger_totals(node.core.facts, {}).contributions)
 
     def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when it has left."""
-        return None if self.closed else self._runtime.call(self.node.observe())
+        """What this peer knows of the swarm; None when it has left, and after `recorder_failed`."""
+        if self.closed:
+            return None
+        return self.look(lambda node: node.recorder.snapshot(node.context.now()))
 
     def anchor_digest(self) -> str:
         """Digest of the whole anchor (hex); equal on all peers at equal version."""
@@ -130,8 +132,8 @@ class Position(NamedTuple):
 class NodeLink:
     """The one node of a peer: rank 0 has it, and all ranks learn what came of each call.
 
-    All ranks call `begin`, `adopt`, `run_with_parameters` and `show_anchors` at the same point of
-    their training; those without a node hand over and take rows of the parameters meanwhile. The
+    All ranks call `begin`, `adopt`, `run_with_parameters` and `serve_parameters` at the same point
+    of their training; ranks without a node hand over and take rows of the parameters meanwhile. The
     other methods do nothing there.
     """
 
@@ -199,12 +201,6 @@ class NodeLink:
         """All ranks: have rank 0 do something with the node that reads or writes parameters."""
         with self.serve_parameters():
             return None if self.node is None else self.runtime.call(work(self.node))
-
-    def show_anchors(self) -> None:
-        """All ranks: as `NodeHandle.show_anchors`."""
-        with self.serve_parameters():
-            if self.view is not None:
-                self.view.show_anchors()
 
     @contextmanager
     def serve_parameters(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from diloco.attach.arguments import LOWER_RATE, PeerArguments, as_typed
 from diloco.attach.data_shard import ActivePeers
 from diloco.attach.node_link import NodeHandle, trainers
 from diloco.attach.ranks import RankGroup
+from diloco.core.events import Alone
 from diloco.errors import UnsavedError
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.text import counted, human_bytes, plain
@@ -103,12 +104,9 @@ class Program:
         is_first = view.look(lambda node: node.clock()[0] == 0)
         self._needed = self._peer.network.min_peers if is_first else 1
         self._say_missing(view.num_peers)
-        if after_s := self._peer.alone_s:
-
-            def wait_no_longer(node: Node) -> None:
-                asyncio.get_running_loop().call_later(after_s, node.begin_alone)
-
-            view.look(wait_no_longer)
+        if after_s := self._peer.alone_s:  # then nobody has to be there any more
+            do = view.node.context.do
+            view.look(lambda _: asyncio.get_running_loop().call_later(after_s, do, Alone()))
 
     def _share(self, node: Node) -> None:
         if self.active is not None:

@@ -282,8 +282,6 @@ def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.Mo
     link.share({name: torch.zeros(2, device="meta") for name in "wv"}, ())
     assert link.run_with_parameters(lambda node: node.load_anchors()) is None
     assert told == [torch.device("meta")]
-    link.show_anchors()
-    assert len(told) == 2
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -427,7 +425,7 @@ async def test_a_checkpoint_has_the_residual_of_a_whole_payload() -> None:
     async with sends(codec_up="fp16", error_feedback=1.0) as sending:
         sending.learn(2.0**-20)  # is lost
         await sending.send()
-        saving = asyncio.create_task(sending.node.snapshot(copies=True))
+        saving = asyncio.create_task(sending.node.anchors.snapshot(copies=True))
         # nothing else waits there before the payload is made
         await until(lambda: sending.node.context.tasks._waiting)
         sending.go_on.set()

@@ -22,7 +22,6 @@ from diloco.errors import SwarmError
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
 from diloco.messages.heads import Line
-from diloco.messages.snapshot import Snapshot
 from diloco.outer.digest import fragment_digest
 from diloco.outer.replica import Replica
 from diloco.ranges import NONE
@@ -32,7 +31,6 @@ from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.recorder import Recorder
-from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState, fetch_inner
 from diloco.swarm.rpc.server import Server
@@ -85,6 +83,7 @@ class Node:
         context.packed_snapshot, context.read_part = self.recorder.packed, self.anchors.read_part
         self._mesh = ControlMesh(context, options.run)
         self._server = Server(context)
+        self._until = context.tasks.until
         self._captures: list[Line] = []
         self._loads: dict[int, None] = {}
         self._queue: Units | None = None
@@ -141,9 +140,6 @@ class Node:
             self.recorder.sample(self.context.now())
             self._mesh.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        await self.context.tasks.until(condition)
 
     async def close(self) -> None:
         """End all tasks, streams and the transport; an event names threads that still work."""
@@ -297,10 +293,6 @@ class Node:
         """Whether an `exchange` has to come before the next inner step."""
         return self._is_due() or not self.core.runs
 
-    def begin_alone(self) -> None:
-        """Nobody has to be there any more before this peer begins."""
-        self.context.do(events.Alone())
-
     def digests(self) -> list[str]:
         """The digest (hex) of each anchor."""
         return [fragment_digest(f.tip.parts) for f in self.core.facts.fragments]
@@ -331,17 +323,13 @@ class Node:
         self.context.do(events.Paused())
 
     async def resume(self) -> None:
-        """It goes on. The tensors of the last `snapshot` may move again."""
+        """It goes on. The tensors of the last `Anchors.snapshot` may move again."""
         self.anchors.end_snapshot()
         self.context.do(events.Paused(False))
 
     def plan_cycle(self, steps: int) -> None:
         """The next cycles have so many inner steps (DyLU)."""
         self.context.do(events.Wanted(self.leased.wanted, steps))
-
-    async def snapshot(self, copies: bool) -> Saved:
-        """What a checkpoint holds: copies, or the live tensors, locked until `resume`."""
-        return await self.anchors.snapshot(copies)
 
     def interrupt(self) -> None:
         """End the waiting of the coroutines above, now and later."""
@@ -357,20 +345,11 @@ class Node:
                     lambda: self._interrupted or not any(map(is_open, facts.fragments))
                 )
 
-    async def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when a bug prevents that (`recorder_failed`)."""
-        return self.recorder.snapshot(self.context.now())
-
-    async def show_anchors(self) -> None:
-        """The parameters become the anchors for a while, of which the core takes no notice."""
-        await self.anchors.show()
-
-    async def load_anchors(self) -> int:
-        """The local parameters become the anchors; returns how many outer steps led to them."""
+    async def load_anchors(self) -> None:
+        """The local parameters become the anchors."""
         for fragment in range(len(self.replica.fragments)):
             self._loads.pop(fragment, None)
             await self.anchors.load(fragment)
-        return min(number for number, _ in self.anchors.loaded)
 
     async def leave(self, finished: bool) -> None:
         """Send what was learned, unless `finished`; wait until others have it, and the heads."""

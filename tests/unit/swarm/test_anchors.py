@@ -50,14 +50,14 @@ def test_nothing_moves_under_a_checkpoint_that_is_written() -> None:
 
     async def scene(node: Alone) -> None:
         await node.learn()
-        saved = await node.snapshot(copies=False)
+        saved = await node.anchors.snapshot(copies=False)
         assert saved.anchors[0] is node.replica.anchors[0], "no memory for copies"
         master, state = saved.outer[0]
         live = [saved.anchors[0], master, *state.vectors]
         before = [vector.clone() for vector in live]
         learning = asyncio.ensure_future(node.learn())
         await turns(100)
-        await node.show_anchors()  # evaluating the anchors meanwhile is no problem
+        await node.anchors.show()  # evaluating the anchors meanwhile is no problem
         part = await node.anchors.read_part(0, node.core.facts.control.tip.head.id, 0)
         assert part is not None and torch.equal(part, before[0])
         assert all(map(torch.equal, before, live)) and not learning.done()
@@ -91,7 +91,7 @@ def test_a_checkpoint_holds_nothing_of_a_version_that_is_not_applied() -> None:
         apply, saved = node.anchors.apply, []
 
         async def after_a_checkpoint(action: Apply) -> None:
-            saved.append(await node.snapshot(copies=True))
+            saved.append(await node.anchors.snapshot(copies=True))
             await apply(action)
 
         node.anchors.apply = after_a_checkpoint  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ WINDOWED = {"optimizer": "delayed_nesterov", "delay": 4, "momentum": 0.5, "quoru
 async def after_two_versions(node: Alone) -> Saved:
     for _ in range(2):
         await node.learn()
-    return await node.snapshot(copies=True)
+    return await node.anchors.snapshot(copies=True)
 
 
 def save(session: RunCheckpoints, model: nn.Module, saved: Saved, **made: int) -> Any:

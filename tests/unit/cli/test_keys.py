@@ -136,15 +136,6 @@ def test_a_link_may_come_from_a_file_or_from_stdin(
         Address.read("-")
 
 
-def test_a_token_file_that_others_can_read_joins_nothing(
-    place: Path, link: str, own_home: Path, typed: Typed
-) -> None:
-    (place / "link").chmod(0o644)
-    for command in ("join", "status", "doctor"):
-        typed(command, "@link", code=2)
-        assert "swarm.token=link holds a secret" in typed.err and "chmod 600 link" in typed.err
-
-
 OPEN = "open run: anyone who can reach this peer can join"
 CLOSED = "closed run: invited peers only, by key abababababababab"
 BOTH = "swarm.listen=[/ip4/127.0.0.1/tcp/0,/ip4/0.0.0.0/tcp/1]"

@@ -214,14 +214,6 @@ def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:
     ]
 
 
-def test_the_view_fits_a_terminal_of_eighty_columns() -> None:
-    view, _, _ = make(terminal=True, total=10_000)
-    much = {"bytes_sent": 123.4e9, "bytes_received": 99.9e9, "tokens_per_s": 99.9e3}
-    view.update(status("p1", "evaluating", 9_999, inner_step=1_234_567, **much))
-    row = "9999/10000 1234567 2.61 2.70 99.9k 123 GB 99.9 GB"
-    assert shown(view)[4][2:] == row.split()
-
-
 def test_what_a_peer_says_is_text_and_no_markup() -> None:
     view, _, _ = make(terminal=True, peers=1)
     view.update(status("volunteer"))

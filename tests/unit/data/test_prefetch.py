@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco import data
+from diloco.attach.ranks import RankGroup
+from diloco.config import compose
 from diloco.data.numbered import NumberedStream
 from diloco.data.prefetch import AHEAD, Prefetched
 from diloco.errors import DataError
 from diloco.ranges import NONE, difference, union
 from diloco.swarm.node.leases import LeasedData
+from diloco.train.run import _stream
 from tests.support.data import config, hub_directory, numbered, rows_of
 
 PATIENCE_S = 120
@@ -43,11 +47,8 @@ def test_batches_and_positions_are_those_of_the_stream(kind: str, streamed: Any)
     def make() -> Any:
         if kind == "numbered":
             return NumberedStream(numbered(17), 3, 5, 1, 3)
-        return (
-            streamed.batches(2, shard=0, shards=2)
-            if kind == "hub"
-            else streamed.batches(4, rows=(1, 2))
-        )
+        given = {"shard": 0, "shards": 2} if kind == "hub" else {"rows": (1, 2)}
+        return streamed.batches(2, **given)
 
     plain = make()
     with closing(Prefetched(make())) as stream, closing(Prefetched(make())) as resumed:
@@ -132,9 +133,7 @@ def test_for_a_gpu_batches_lie_in_pinned_memory_of_its_process(
     monkeypatch.setattr(Tensor, "pin_memory", lambda batch: batch + 1000)
     with closing(Prefetched(Recorded(), torch.device("cuda:1"))) as stream:
         assert [int(next(stream)[0, 0]) for _ in range(3)] == [1001, 1002, 1003]
-    assert devices == [torch.device("cuda:1")], (
-        "or it would be that of the first device, for all ranks"
-    )
+    assert devices == [torch.device("cuda:1")]
     with closing(Prefetched(Recorded(), torch.device("cpu"))) as stream:
         assert int(next(stream)[0, 0]) == 1
 
@@ -161,16 +160,12 @@ def leased(data_: LeasedData, size: int = 4) -> Prefetched:
     return Prefetched(NumberedStream(numbered(500), size, 0, 7, 1, leases=data_), depth=3)
 
 
-STEP = st.tuples(
-    st.sampled_from(["grant", "train", "train", "trained"]), st.integers(0, 40), st.integers(1, 9)
-)
+KINDS = st.sampled_from(["grant", "train", "train", "trained"])
 
 
-@given(st.lists(STEP, max_size=25))
+@given(st.lists(st.tuples(KINDS, st.integers(0, 40), st.integers(1, 9)), max_size=25))
 @settings(max_examples=30)
-def test_with_any_grants_the_batches_are_those_made_in_turn(
-    steps: list[tuple[str, int, int]],
-) -> None:
+def test_with_any_grants_the_batches_are_those_made_in_turn(steps: list[Any]) -> None:
     both, granted = (LeasedData(), LeasedData()), NONE
     with closing(leased(both[0])) as ahead:
         plain = NumberedStream(numbered(500), 4, 0, 7, 1, leases=both[1])
@@ -188,3 +183,12 @@ def test_with_any_grants_the_batches_are_those_made_in_turn(
                     granted = difference(granted, one)
             assert both[0].ahead(1000) == both[1].ahead(1000)
             assert ahead.state() == plain.state()
+
+
+def test_a_run_whose_data_is_cut_leases_no_units() -> None:
+    asked, ranks = (
+        Mock(),
+        RankGroup(torch.device("cpu"), 0, 2),
+    )
+    _stream(compose(["experiment=smoke", "data.shard=7", "data.shards=9"]), asked, ranks, asked)
+    assert asked.method_calls == [call.batches(ANY, shard=7, shards=9, rows=(0, 2))]

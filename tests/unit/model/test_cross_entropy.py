@@ -60,9 +60,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("rows", "scale"), [(1, 1.0), (7, 30.0), (50, 1.0), (64, 1.0)])
 def test_loss_and_gradients_are_those_of_whole_logits(rows: int, scale: float) -> None:
     hidden, weight, bias, targets = inputs(scale=scale)
-    found, expected = (
-        [one.clone().requires_grad_() for one in (hidden, weight, bias)] for _ in range(2)
-    )
+    given = hidden, weight, bias
+    found, expected = ([one.clone().requires_grad_() for one in given] for _ in range(2))
     ours = cross_entropy(*found, targets, rows)
     theirs = nn.functional.cross_entropy(nn.functional.linear(*expected), targets)
     assert_near(ours, theirs)

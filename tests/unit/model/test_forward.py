@@ -3,7 +3,7 @@ outside."""
 
 import copy
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -110,14 +110,11 @@ def test_an_inner_step_reads_no_value_from_the_device(
     config = compose(["experiment=smoke", *typed])
     model = small()
     prepare_(model, config, ALONE.device)
-    sync = DataParallel(
-        model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), ALONE, 100, PhaseTimer()
-    )
-    nothing: Any = None
+    optimizer, nothing = torch.optim.SGD(model.parameters(), lr=0.1), cast(Any, None)
+    sync = DataParallel(model, optimizer, ALONE, 100, PhaseTimer())
     report = Reporter(config, ALONE, sync, PhaseTimer(), nothing, nothing)
-    trainer = Trainer(
-        config, ALONE, model, model, optimizer, nothing, nothing, sync, nothing, report
-    )
+    rest = nothing, nothing, sync, nothing, report
+    trainer = Trainer(config, ALONE, model, model, optimizer, *rest)
     with sync, NoReading():
         for _ in range(2):
             trainer._inner_step(TOKENS)
@@ -138,8 +135,8 @@ def test_what_the_model_writes_has_nothing_compiled_and_leaves_everything_as_it_
     trainer = Trainer(config, ALONE, model, model, optimizer, *others, tokenizer=BYTES)
     for _ in range(2):
         written = trainer._write()
-    assert written == [
-        (p, generate(small(), BYTES, p, max_new_tokens=3, temperature=0.0)) for p in ("def ", "")
-    ]
+    for prompt, said in zip(("def ", ""), written, strict=True):
+        text = generate(small(), BYTES, prompt, max_new_tokens=3, temperature=0.0)
+        assert said == (prompt, text)
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert all(one.training for one in model.modules())

@@ -174,9 +174,8 @@ def test_training_goes_on_from_a_directory_in_fp32(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_built_is_an_error_of_one_line(
     given: ModelConfig, message: str
 ) -> None:
-    assert message in error_text(
-        ConfigError, models.build, given, 0, tokenizer=ByteTokenizer(), sequence_length=32
-    )
+    asked: Any = {"tokenizer": ByteTokenizer(), "sequence_length": 32}
+    assert message in error_text(ConfigError, models.build, given, 0, **asked)
 
 
 def incomplete(directory: Path) -> None:
@@ -235,14 +234,8 @@ ROWS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 def adapted(seed: int = 0, **settings: Any) -> nn.Module:
-    values = {
-        "name": "small",
-        "config": ONE_LAYER,
-        "adapter": "lora",
-        "adapter_rank": 2,
-        **settings,
-    }
-    return models.build(ModelConfig(**values), seed)
+    values = {"adapter": "lora", "adapter_rank": 2, **settings}
+    return models.build(ModelConfig(name="small", config=ONE_LAYER, **values), seed)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

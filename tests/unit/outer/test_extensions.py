@@ -203,9 +203,8 @@ def test_a_codec_that_cannot_work_is_not_registered(changed: dict[str, Any], tex
 def test_an_entry_point_of_the_name_is_imported_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(
-        installed(tmp_path, lion="lion_code", broken="nowhere_at_all", empty="json_code")
-    )
+    points = {"lion": "lion_code", "broken": "nowhere_at_all", "empty": "json_code"}
+    monkeypatch.syspath_prepend(installed(tmp_path, **points))
 
     def asked(*settings: str) -> str:
         try:
@@ -214,10 +213,8 @@ def test_an_entry_point_of_the_name_is_imported_and_no_other(
             print(error)
         return capsys.readouterr().out.strip()
 
-    missing, wrong = (
-        "is not installed here",
-        "nowhere_at_all cannot be imported (ModuleNotFoundError",
-    )
+    missing = "is not installed here"
+    wrong = "nowhere_at_all cannot be imported (ModuleNotFoundError"
     assert asked() == "nesterov" and "lion_code" not in sys.modules
     assert "(did you mean lion?)" in asked("outer.optimizer=lions")
     assert f"=json_code {missing}; " in asked("outer.optimizer=json_code")

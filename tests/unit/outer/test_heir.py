@@ -25,9 +25,8 @@ class Rounds:
         self.generator = torch.Generator().manual_seed(3)
         start = 0.02 * self.noise()
         start[:400] += 1.0
-        self.author, self.heir = (
-            Replica({"w": start}, partition({"w": NUMEL}, 1), plan) for _ in range(2)
-        )
+        pieces = partition({"w": NUMEL}, 1)
+        self.author, self.heir = (Replica({"w": start}, pieces, plan) for _ in range(2))
         self.author.hold(0)
         self.heir.follow([0])
         self.drift = self.noise()

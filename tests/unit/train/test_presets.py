@@ -66,9 +66,8 @@ def test_a_swarm_fine_tunes_an_adapter_on_conversations(tmp_path: Path) -> None:
 
 
 def started(base: Path) -> Config:
-    return start_files.resolved(
-        compose(["model=pretrained", f"model.path={base}", "adapter=lora", "data.tokenizer=bytes"])
-    )
+    typed = ["model=pretrained", f"model.path={base}", "adapter=lora", "data.tokenizer=bytes"]
+    return start_files.resolved(compose(typed))
 
 
 def test_an_adapter_is_of_one_base_only(tmp_path: Path) -> None:

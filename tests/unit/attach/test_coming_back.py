@@ -1,6 +1,7 @@
 """A program that fails and tries again: its peer comes back as itself, and calls whom it knew."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -180,3 +181,19 @@ def test_a_peer_that_was_left_attached_leaves_when_the_next_comes(network: Netwo
     assert ["leave" in node.said for node in network.nodes] == [True, False, False, False, True]
     for swarm in (again, other, joined):
         swarm.close()
+
+
+def test_a_peer_listens_where_it_did_if_it_can(tmp_path: Path) -> None:
+    """Where any port would do."""
+    key = tmp_path / "identity.key"
+
+    def listens(listen: str) -> Sequence[str]:
+        network = SwarmConfig.parse({"listen": [listen], "initial_peers": [GIVEN]})
+        return called_again(network, key, "mine", OURS, ())[0].listen
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        remember(key, OURS, [HERE.format(port)], [])
+        for listen in ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/4100"):
+            assert listens(listen) == (listen,)
+    assert listens("/ip4/127.0.0.1/tcp/0") == (f"/ip4/127.0.0.1/tcp/{port}",)

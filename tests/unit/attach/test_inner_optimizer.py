@@ -1,6 +1,7 @@
 """The inner optimizers: which parameters Muon takes, one step, one hook, and state that comes
 back."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,3 +105,13 @@ def test_muon_steps_along_all_directions_of_a_matrix(
     optimizer.step()
     sizes = torch.diag(-u.T @ matrix.detach() @ v.T) / (0.5 * 0.2 * 48**0.5)
     assert sizes.min() > 0.6 and sizes.max() < 1.3
+
+
+def test_adamw_is_fused_where_all_parameters_are_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **settings: asked.update(settings))
+    for places, fused in (("cuda cuda", True), ("cpu cpu", None), ("cuda cpu", None)):
+        devices = map(torch.device, places.split())
+        parameters: Any = [SimpleNamespace(device=device, ndim=2) for device in devices]
+        inner._adamw(parameters, compose().inner)
+        assert asked["fused"] is fused

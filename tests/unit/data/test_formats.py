@@ -294,3 +294,10 @@ def test_a_fault_of_the_machine_names_the_path_that_failed(
     written(tmp_path, {"rows.jsonl": '{"text": "a"}'})
     assert list(documents(config("json", tmp_path))) == [b"a"]
     assert files_of(config("json", tmp_path)) == [tmp_path / "rows.jsonl"]
+
+
+def test_an_object_may_be_over_several_lines() -> None:
+    long = f'{{"id": {"9" * 5000}, "body": "text"}}'  # a number that Python does not convert
+    several = '{"id": {\n}, "body":\n"text"}', '\n\n{"id":\n7,\n "body": "text"\n}\n'
+    for content in (long, '{\n"body": "text"}', *several):
+        assert read(content.encode(), "json") == [b"text"]

@@ -272,6 +272,14 @@ def texts_in(opened: Any) -> set[str]:
     return {text.decode() for text in opened._all_rows()}
 
 
+def test_every_name_in_a_local_directory_is_a_name(tmp_path: Path) -> None:
+    files = {f"{name}.jsonl": json.dumps({"text": name}) for name in ("a*", "a::b", "{x}%#?")}
+    written(tmp_path / "my [2024] data", dict(files))
+    written(tmp_path / "a1", {"a1.jsonl": json.dumps({"text": "other"})})
+    opened = data.load(config("hub", name=str(tmp_path / "my [2024] data")), seed=0)
+    assert texts_in(opened) == {"a*", "a::b", "{x}%#?"}
+
+
 def test_suffixes_in_a_local_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     row = json.dumps({"text": "a"}).encode()
     files: dict[str, str | bytes] = {"a.jsonl": row, "A.JSONL": row}

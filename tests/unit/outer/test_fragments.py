@@ -186,3 +186,15 @@ def test_text_that_is_not_a_digest_is_refused(bad: str) -> None:
     for combine in (digests.fragment_digest, digests.anchor_digest):
         with pytest.raises(PayloadError, match="not a digest"):
             combine([digest(b"a"), bad])
+
+
+def test_strided_goes_by_numbers_in_one_stack_after_another() -> None:
+    """Not by the order of names."""
+    numels = dict.fromkeys(("h.10.w", "h.9.w", "h.8.w", "h.8.3.w"), 1)
+    found = names_of(partition(numels, 3, "strided"))
+    assert found == [["h.8.w", "h.8.3.w"], ["h.9.w"], ["h.10.w"]]
+    numels = {f"{stack}.layers.{i}.w": 1 for stack in ("encoder", "decoder") for i in range(3)}
+    assert names_of(partition(numels, 2, "strided")) == [
+        ["encoder.layers.0.w", "encoder.layers.2.w", "decoder.layers.1.w"],
+        ["encoder.layers.1.w", "decoder.layers.0.w", "decoder.layers.2.w"],
+    ]

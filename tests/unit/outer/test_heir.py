@@ -89,3 +89,14 @@ def test_a_backup_that_begins_late_or_misses_an_update_is_soon_right(optimizer: 
     state.join_(step)
     assert step.pushes == 0 and state.momentum.any()
     assert not any(further.any() for further in state.vectors[1:]), "the window is not known"
+
+
+def test_a_backup_follows_what_it_is_backup_of() -> None:
+    rounds = Rounds("int8")
+    rounds.versions(2)
+    momentum = rounds.heir.states[0].momentum
+    rounds.heir.follow([0])
+    assert rounds.heir.states[0].momentum is momentum and momentum.any()
+    rounds.heir.follow([])
+    rounds.author.follow([])
+    assert not rounds.heir.states and rounds.author.states, "it is author"

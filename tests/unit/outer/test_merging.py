@@ -219,3 +219,13 @@ def test_a_version_is_made_of_flattened_matrices(robust: str) -> None:
     assert CHUNK < end, "the matrix is in two chunks"
     mean[begin:end] = reference(mean[begin:end].view(64, 64), 0.5).flatten()
     torch.testing.assert_close(peer.anchors[0], -mean, rtol=1e-4, atol=1e-5)
+
+
+def test_zeros_and_a_single_direction_stay_as_they_are() -> None:
+    zeros = torch.zeros(12)
+    flatten_(zeros, [Matrix(0, 3, 4)], 1.0)
+    assert not zeros.any()
+    one = torch.outer(gaussian(6, 1), gaussian(5, 1))
+    flat = one.flatten().clone()
+    flatten_(flat, [Matrix(0, 6, 5)], 0.5)
+    torch.testing.assert_close(flat.view(6, 5), one, rtol=1e-3, atol=1e-3)

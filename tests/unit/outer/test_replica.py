@@ -209,3 +209,15 @@ def test_the_norm_of_a_payload_is_that_of_its_values(codec: str, scale: float) -
         peer.payload_norm(0, whole[:-1])
     with pytest.raises(PayloadError):
         peer.payload_norm(0, torch.full_like(whole, 0x7F))
+
+
+def test_an_author_restarts_with_the_momentum_there_is() -> None:
+    """From its new anchor."""
+    [peer], fetched = alike(1, momentum=0.5), torch.arange(21.0)
+    move(peer, 1.0)
+    exchange([peer], [1.0])
+    peer.anchors[0].copy_(fetched)
+    own = peer.aggregates[0]
+    own.restart()
+    assert torch.equal(own.master, fetched) and own.master.data_ptr() != peer.anchors[0].data_ptr()
+    torch.testing.assert_close(peer.states[0].momentum, torch.ones(21))

@@ -169,3 +169,10 @@ def test_clip_scales_to_the_median_norm_times_the_factor() -> None:
     judged = clip([1.0, 1.0, 1.0, 8.0], same, [1.0, 2.0, 3.0, 4.0], 2.0, NUMEL)
     assert judged.scales == (1.0, 1.0, 1.0, 0.25)
     assert judged.weights == (1.0, 2.0, 3.0, 4.0) and judged.clipped == (3,)
+
+
+def test_sketches_begin_elsewhere_in_each_version() -> None:
+    payloads = [encoded(torch.randn(CHUNK)) for _ in range(2)]
+    source, layout = random.Random(1), Layout(INT8, CHUNK)
+    found = [Comparison(payloads, INT8, layout, source) for _ in range(20)]
+    assert len({float(one.cosines[0, 1]) for one in found}) > 5

@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from diloco.core.events import Connected
 from diloco.messages.base import MAX_FRAME_BYTES
 from diloco.messages.codec import encode
 from diloco.messages.control import Status
 from diloco.messages.fields import MAX_COUNT, MAX_NAMED, MAX_RANGES, MAX_TOKENS
 from diloco.swarm import limits
 from diloco.swarm.limits import FIRST_S, FORGET_S, LONGEST_S
-from tests.support.core import D, hello_of
+from tests.support.core import D, core, hello_of
 
 NOW = 1000.0
 
@@ -114,3 +115,14 @@ def test_offences_on_streams_that_were_open_already_count_once() -> None:
     penalties = limits.Penalties()
     refused_s = [penalties.offence("a", "x", now) for now in (0.0, 4.0, FIRST_S)]
     assert refused_s == [FIRST_S, FIRST_S - 4, 2 * FIRST_S]
+
+
+def test_peers_of_a_large_swarm_name_different_others() -> None:
+    named = set()
+    for me in "abcd":
+        peer = core(me)
+        for number in range(MAX_NAMED + 200):
+            peer.receive(Connected(f"p{number}", hello_of()), 0.0)
+        assert len(peer.hello().peers) == MAX_NAMED
+        named |= set(peer.hello().peers)
+    assert len(named) > MAX_NAMED + 180

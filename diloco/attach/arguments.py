@@ -167,7 +167,7 @@ class PeerArguments:
         network: as given, and then with the addresses of last time.
         run: what the run is on the wire, on rank 0, once there are options.
         sequences: names those that have numbers which all peers share (see `Hello`).
-        patience_s: in which others may come back who can be called.
+        patience_s: for how long it calls peers that may come back, too.
         alone_s: after which it trains though fewer than `min_peers` came back.
     """
 

@@ -184,7 +184,7 @@ class Attachment:
         self._inner_state.set_source(options.network.inner_state, options.saved is not None)
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         options = replace(options, inner_state=self._snapshot)
-        told, patience_s = self._program.on_event, self._program.patience_s
+        told, patience_s = self._program.on_event, self._program.peer.patience_s
         view = self._link.open(options, replica, told, patience_s, self._is_asked_to_stop)
         view.node.leased.plan_round(self._sequences_per_round)
         if self.stop_asked is not None:

@@ -53,7 +53,7 @@ class Program:
         on_event: OnEvent | None,
         on_ready: Callable[[str], None] | None,
     ) -> None:
-        self._peer, self._quiet = peer, quiet
+        self.peer, self._quiet = peer, quiet
         self._tell = on_event or self._say_event
         self._tell_address = on_ready or self._say_address
         self.ends_loop = True
@@ -78,11 +78,6 @@ class Program:
         """The program has attached a model; `save` is called where a signal ends it."""
         self._sync, self._save = sync, save
 
-    @property
-    def patience_s(self) -> float:
-        """For how long a peer that comes back calls others, who may come back, too."""
-        return self._peer.patience_s
-
     # -- what the attachment tells -----------------------------------------------------------------
 
     def on_event(self, kind: str, fields: dict[str, object]) -> None:
@@ -92,19 +87,19 @@ class Program:
             self._share(node)
             if kind == "join":
                 self._met = True
-                self._peer.remember(node)
+                self.peer.remember(node)
         self._tell(kind, fields)
 
     def on_ready(self, view: NodeHandle) -> None:
         """The peer listens, and is about to wait for others."""
-        view.look(self._peer.remember)
+        view.look(self.peer.remember)
         self._tell_address(view.address)
         view.look(self._share)
         self._met = self._met or view.num_peers > 1
         is_first = view.look(lambda node: node.clock()[0] == 0)
-        self._needed = self._peer.network.min_peers if is_first else 1
+        self._needed = self.peer.network.min_peers if is_first else 1
         self._say_missing(view.num_peers)
-        if after_s := self._peer.alone_s:  # then nobody has to be there any more
+        if after_s := self.peer.alone_s:  # then nobody has to be there any more
             do = view.node.context.do
             view.look(lambda _: asyncio.get_running_loop().call_later(after_s, do, Alone()))
 
@@ -115,10 +110,10 @@ class Program:
     @contextmanager
     def joining(self) -> Iterator[None]:
         """The peer joins inside; signals are watched from here to `on_end`."""
-        if self._peer.typed:
+        if self.peer.typed:
             self._unwatch = watch(self._interrupt, self._sync.close_opened, self._signals)
         try:
-            with as_typed(self._peer.typed):
+            with as_typed(self.peer.typed):
                 yield
         except BaseException:
             self._unwatch()
@@ -126,7 +121,7 @@ class Program:
 
     def exchanging(self) -> AbstractContextManager[None]:
         """The peer exchanges inside."""
-        return as_typed(self._peer.typed, self._remedy)
+        return as_typed(self.peer.typed, self._remedy)
 
     def _interrupt(self, number: int) -> bool:
         name, told = signal.Signals(number).name, self._sync.stop_asked is not None
@@ -153,7 +148,7 @@ class Program:
         self.say(f"{done} {at}; {human_bytes(sync.view.node.traffic.bytes_sent)} sent")
         if finished and not sync.steps:
             self.say("it made no inner step; was there any data?")
-        if finished and not self._met and not self._peer.network.initial_peers:
+        if finished and not self._met and not self.peer.network.initial_peers:
             self.say("no other peer came; with min_peers=2 the first peer waits for a second one")
 
     # -- lines on stderr: the log of most programs shows warnings only -----------------------------

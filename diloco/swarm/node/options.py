@@ -34,10 +34,8 @@ VALUE_CHARS = 40  # of a value of a manifest, in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
 # versions that a base may be behind; where each contribution is a version
 LATE, LATE_AT_ONCE = 8, 64
-SAME_IN_CORE = (
-    *("fragments", "sync_every", "staggered", "overlap", "quorum", "grace_s", "grace_slack"),
-    *("weights", "delay", "windowed"),
-)
+SAME_IN_CORE = "fragments sync_every staggered overlap quorum grace_s grace_slack".split()
+SAME_IN_CORE += ["weights", "delay", "windowed"]
 SHORT_NAME = 24
 
 

@@ -1,7 +1,5 @@
 """What every test shares: no network, no surprise threads, and hypothesis without time limits."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

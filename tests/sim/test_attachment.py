@@ -1,8 +1,6 @@
 """A model that is attached to a swarm, in virtual time: its states, its accounts, and what it does
 between rounds."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

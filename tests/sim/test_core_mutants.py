@@ -1,8 +1,6 @@
 """Every rule of core and nodes is needed: without it a schedule of faults or a test of the core
 fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

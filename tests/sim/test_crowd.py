@@ -6,8 +6,6 @@ and at the end. Freezes, splits, restarts and mixtures of faults are those of th
 (`test_fuzz.py`) and of `tests/unit/core`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """Nodes over the simulated network: an anchor comes in parts, from all who have it, and only right
 ones are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

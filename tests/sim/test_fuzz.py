@@ -1,7 +1,5 @@
 """The fast part of `scripts/fuzz_protocol`, and small cases of what it found."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

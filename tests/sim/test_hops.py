@@ -1,7 +1,5 @@
 """The table of the way of a contribution (diloco/README.md) is that of a traced run."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from inspect import unwrap

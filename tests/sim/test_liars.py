@@ -5,8 +5,6 @@ One peer lies from the third version on, and is honest in everything else. What 
 promises is in `tests/unit/outer/test_robust.py`, numbers at their bounds in `test_fuzz.py`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """A training loop of one's own goes on from its checkpoints as if nothing had happened, in virtual
 time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever is computed from numbers of the network stays within bounds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

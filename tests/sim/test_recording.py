@@ -1,7 +1,5 @@
 """A recording of the events of a core plays again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Whole runs in virtual time: equal anchors, the same again with the same seed, failures, and the
 real swarm."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import json

@@ -1,7 +1,5 @@
 """Learning rate schedules are where the swarm is, whatever they are, and whoever steps them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

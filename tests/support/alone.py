@@ -1,10 +1,8 @@
 """A node without a network, in virtual time: it makes its versions alone."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -42,7 +40,7 @@ class Alone(Node):
         saved: Saved | None = None,
         local: Callable[[Any], Any] = lambda values: values,
         **outer: Any,
-    ) -> Alone:
+    ) -> Self:
         """One that has not begun yet; `local` puts its parameters on a device."""
         parameters, said = {"w": torch.arange(float(numel))}, list[str]()
         settings = OuterConfig.parse({"method": "diloco", "sync_every": 1, **EXACT, **outer})

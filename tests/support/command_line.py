@@ -1,7 +1,5 @@
 """Commands that are typed in this process, and what they print."""
 
-from __future__ import annotations
-
 import pytest
 
 from diloco.cli.main import main

@@ -1,8 +1,8 @@
 """A core without tensors and without a network, and what it is told."""
 
-from __future__ import annotations
-
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from diloco.core.events import Connected
 from diloco.core.facts import Facts, FragmentState
@@ -36,11 +36,20 @@ def core(me: str = ME, fragments: int = 2, authors: bool = True, **settings: Any
     return Peer(*run, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))
 
 
-def hello_of(name: str = "other", figures: Figures | None = None, **status: Any) -> Hello:
-    """That of another peer, which trains."""
+def status(**said: Any) -> Status:
+    """A whole one of a peer that trains."""
     tips = {tip.head.fragment: tip.key for tip in GENESIS}
-    said = Status(**{"whole": True, "tips": tips, "trains": True, "authors": True, **status})
-    return Hello(WIRE_VERSION, "run", D, name, True, True, said, device="gpu")
+    return Status(**{"whole": True, "tips": tips, "trains": True, **said})
+
+
+def hello_of(name: str = "other", **said: Any) -> Hello:
+    """That of another peer, which trains."""
+    said_first = status(**{"authors": True, **said})
+    return Hello(WIRE_VERSION, "run", D, name, True, True, said_first, device="gpu")
+
+
+def hello(**fields: Any) -> Hello:
+    return replace(hello_of(), **fields)
 
 
 def join(peer: Peer, other: str = OTHER, figures: Figures | None = None, **hello: Any) -> None:

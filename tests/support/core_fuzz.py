@@ -1,7 +1,5 @@
 """Seeded schedules of faults for swarms of cores, and the promises that hold in each of them."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -7,8 +7,6 @@ What begins with a number breaks that rule. A mutant whose text is not in its mo
 error: when the code changes, so does the mutant.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

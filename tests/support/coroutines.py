@@ -1,7 +1,5 @@
 """Tests that are coroutine functions, and what they wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

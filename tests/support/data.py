@@ -1,7 +1,5 @@
 """Small files of text, their configuration and their tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

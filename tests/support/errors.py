@@ -1,7 +1,5 @@
 """What an error says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What somebody writes who has only docs/extend.md: a file of code for each kind of extension."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A swarm that is not there, for the dashboard: `python tests/support/fake_swarm.py PORT PEERS`
 serves its page."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

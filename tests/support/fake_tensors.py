@@ -1,7 +1,5 @@
 """What a core asks its owner to do with tensors, where these are three integers."""
 
-from __future__ import annotations
-
 import hashlib
 from statistics import median_low
 from typing import Any, NamedTuple

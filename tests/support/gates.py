@@ -1,7 +1,5 @@
 """Gates of two peers that meet without a network."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training loop around a swarm in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path

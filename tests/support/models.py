@@ -1,7 +1,5 @@
 """Models that are built in a moment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Checkpoints that a run starts from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,8 @@ import torch
 from torch import nn
 
 from diloco import model as models
-from diloco.config import Config, compose
 from diloco.data.tokenizers import HubTokenizer
 from diloco.model.files import transformers
-from diloco.train import start_files
 from tests.support.models import SMALL
 
 EXPERTS: dict[str, Any] = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -66,16 +62,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         content = json.loads(file.read_text()) if name == "config" else {}
         file.write_text(json.dumps({**content, "eos_token_id": [0, 9], **change}))
     return directory
-
-
-def config_of(path: Path | str, tokenizer: Path | str | None = None, *more: str) -> Config:
-    names = [f"model.path={path}", "data.sequence_length=32", "train.device=cpu"]
-    names += [f"data.tokenizer={tokenizer}"] if tokenizer else []
-    return compose(["model=pretrained", *names, *more])
-
-
-def started(path: Path | str, *more: str) -> Config:
-    return start_files.resolved(config_of(path, None, *more))
 
 
 def lines(directory: Path) -> Path:

@@ -1,8 +1,6 @@
 """Outer steps without peers: settings, vectors, what travels, and the versions that an author
 makes."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence

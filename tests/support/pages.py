@@ -1,7 +1,5 @@
 """The pages of the documentation, and what they tell a reader to type."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

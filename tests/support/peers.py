@@ -1,7 +1,5 @@
 """Peers for tests: nodes in threads of this process, and commands in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,7 +134,7 @@ class Trainee:
         """Fields of all events of a kind."""
         return [fields for one, fields in list(self.events) if one == kind]
 
-    def start(self) -> Trainee:
+    def start(self) -> Self:
         hear = lambda kind, fields: self.events.append((kind, dict(fields)))  # noqa: E731
         self.view = NodeHandle(self.runtime.open(self.options, self.replica, hear), self.runtime)
         return self
@@ -292,12 +290,12 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs\n{self.said}") from None
 
-    def interrupt(self) -> Command:
+    def interrupt(self) -> Self:
         """Itself, when it has ended well after Ctrl+C."""
         self.process.send_signal(signal.SIGINT)
         return self.done()
 
-    def done(self, code: int = 0) -> Command:
+    def done(self, code: int = 0) -> Self:
         """Itself, when it has ended with this exit code."""
         assert self.wait() == code, self.said
         return self

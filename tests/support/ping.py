@@ -1,7 +1,5 @@
 """A question that somebody adds: for how long has a peer been up? It is this file and no other."""
 
-from __future__ import annotations
-
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.swarm.context import Context

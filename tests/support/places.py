@@ -1,7 +1,5 @@
 """Where things lie in the checkout, and scripts as modules."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader

@@ -1,7 +1,5 @@
 """What a process prints, line by line."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine

@@ -1,8 +1,6 @@
 """Cases of a test that `scripts/nightly` plays, where one case of its kind is enough for every
 change."""
 
-from __future__ import annotations
-
 import pytest
 
 __all__ = ["slow"]

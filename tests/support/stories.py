@@ -3,8 +3,6 @@
 All that these tests know of the insides of a node stands here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

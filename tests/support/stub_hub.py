@@ -1,8 +1,6 @@
 """A Hugging Face hub on loopback, with what the client needs of it: one repository, its errors, and
 an upload."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

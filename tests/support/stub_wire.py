@@ -1,7 +1,5 @@
 """Streams that are not there, for what peers say to each other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -4,8 +4,6 @@ swarm = Swarm(ProtocolSettings(sync_every=10))
 peer = swarm.add("a"); swarm.until(100.0); peer.tip(), swarm.made
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@ The server has one thread, so its children may use locks. What a warm process st
 `subprocess` and the same interpreter is warm as well. The server ends with its starter.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Everything in this folder starts real processes or real libp2p daemons."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ address for `b`. The ranks of torchrun, all called `ranks`, are one peer alone. 
 block of docs/loops.md, or code of this file; each prints lines of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

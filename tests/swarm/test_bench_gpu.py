@@ -1,8 +1,6 @@
 """`scripts/bench_gpu`: what it counts, what it says of what it cannot run, and that it works
 without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.peers import command

@@ -1,7 +1,5 @@
 """The page of a swarm in a real browser, where there is one."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import urllib.error

@@ -1,8 +1,6 @@
 """Each file of scripts/examples is run as its first lines say: a starter, and a second peer at the
 printed address."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

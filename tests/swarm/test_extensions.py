@@ -1,7 +1,5 @@
 """An outer optimizer from a user's package, in the processes of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """A volunteer's way into a swarm: what it is told, what it keeps, and what its machine makes of the
 run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The libp2p daemon of a peer: how it ends, and whom it finds at which address."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`diloco local` as a user runs it: what it leaves behind, and how it ends, by itself and by
 force."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

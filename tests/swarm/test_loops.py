@@ -1,8 +1,6 @@
 """Peers in the loops of other libraries, with the real libraries: the code of
 diloco/docs/loops.md, and what it promises."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The real wandb, offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.peers import command

@@ -1,15 +1,12 @@
 """Ways of taking outer steps in real processes over hivemind, and the simulation that has the same
 anchors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.support.peers import SMOKE, diloco, json_lines, summary_of
-from tests.support.presets import RUNS, name_of
-from tests.support.simulated import SMALL
+from tests.support.simulated import RUNS, SMALL, name_of
 
 # Those that ask something of the swarm that no other does. Other tests run diloco; streaming is
 # between the two.

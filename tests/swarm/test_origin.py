@@ -1,8 +1,6 @@
 """A run that starts from a checkpoint: what of it is in the manifest, and what a peer builds that
 has the manifest."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the pages show runs: the loop of the README, and the adapter of a page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

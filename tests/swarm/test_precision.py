@@ -1,7 +1,5 @@
 """The arithmetic of inner steps: what is chosen for a device, and the scale of the loss in fp16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """torchrun makes its ranks one peer: the same training as one process, and one member of the
 swarm."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run goes on where it stopped: after SIGKILL, after damage to its newest checkpoint, and not as
 another run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

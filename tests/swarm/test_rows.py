@@ -1,8 +1,6 @@
 """What a peer sends and takes does not depend on how many processes it has, nor on which one has
 which rows."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

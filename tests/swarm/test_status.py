@@ -1,7 +1,5 @@
 """Seeing a swarm: what a node remembers, how it travels, and what `diloco status` makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

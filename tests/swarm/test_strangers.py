@@ -1,8 +1,6 @@
 """A closed run over real libp2p streams: who is not invited, or not any more, gets nowhere, and
 both sides say why."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

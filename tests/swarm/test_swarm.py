@@ -1,7 +1,5 @@
 """Nodes over real libp2p streams on loopback: rounds and refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A sweep of real simulations."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

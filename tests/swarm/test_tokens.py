@@ -1,7 +1,5 @@
 """Several processes make the tokens of one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

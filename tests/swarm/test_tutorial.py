@@ -1,7 +1,5 @@
 """The tutorial, typed as it stands, by two machines that are two directories."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from pathlib import Path

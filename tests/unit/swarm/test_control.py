@@ -2,23 +2,55 @@
 is none."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from diloco.core.events import Action, Note
 from diloco.messages.codec import Message, Refusal
 from diloco.messages.control import Answer, Offer, Revocations, Welcome
 from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
+from diloco.swarm.context import Context
 from diloco.swarm.limits import Penalties
-from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S
+from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, ControlMesh
+from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
+from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import FLUSH_BYTES, Outgoing, PeerStream, Traffic
-from tests.support.core import D
-from tests.support.listener import OTHER, Listener, hello, status
-from tests.support.stub_wire import Pipe, framed
+from tests.support.core import ME, OTHER, D, core, hello, status
+from tests.support.stub_wire import NoNetwork, Pipe, framed
+
+
+class Listener:
+    """A peer of a run of two fragments, and its mesh."""
+
+    def __init__(self) -> None:
+        self.core = core()
+        self.transport, self.notes = NoNetwork(ME), list[tuple[str, Mapping[str, object]]]()
+        replica: Any = SimpleNamespace(fragments=())
+        told = lambda *event: self.notes.append(event)  # noqa: E731
+        self.context = Context(self.core, replica, self.transport, Gate(), told)
+        self.context.carry_out = self.carry_out
+        self.mesh = ControlMesh(self.context, RunSpec("run", D, "{}"))
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Note):
+                self.context.note(action.kind, **action.fields)
+
+    def said(self, kind: str) -> list[Mapping[str, object]]:
+        return [fields for one, fields in self.notes if one == kind]
+
+    async def hear(self, *sent: bytes) -> list[object]:
+        """What is answered on a stream on which somebody says this and ends it."""
+        pipe = Pipe(*sent)
+        await self.mesh._serve(OTHER, pipe.reader, pipe)
+        return pipe.messages()
 
 
 class Blocked(Pipe):

@@ -25,9 +25,8 @@ from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, observer_gate
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.transport import Refused, Untrusted
-from tests.support.core import D
+from tests.support.core import D, hello
 from tests.support.gates import SOON, gate, meet
-from tests.support.listener import hello
 from tests.support.stub_wire import Pipe
 
 CONTRIBUTION = ContributionHeader(Line(0, "QmAnyone", 5, D, 4, 100, (), 1.5, D))

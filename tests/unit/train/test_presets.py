@@ -12,12 +12,11 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.sim.run import simulate
 from diloco.train import start_files
 from tests.support.models import small_model
-from tests.support.presets import RUNS, SMALL, name_of
-from tests.support.simulated import digests, simulated
+from tests.support.simulated import PRESETS, RUNS, digests, name_of, simulated
 
 
 def test_every_outer_preset_is_tried() -> None:
-    assert {*SMALL, "data_parallel"} == set(choices()["outer"])
+    assert {*PRESETS, "data_parallel"} == set(choices()["outer"])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)

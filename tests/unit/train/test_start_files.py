@@ -21,10 +21,20 @@ from diloco.swarm.client.ask import parse_manifest
 from diloco.train import start_files
 from tests.support.errors import error_text
 from tests.support.models import small_model
-from tests.support.origins import BIAS, config_of, experts, started
+from tests.support.origins import BIAS, experts
 from tests.support.stub_hub import COMMIT, go_online, stub_hub
 
 pytestmark = pytest.mark.usefixtures("own_home")
+
+
+def config_of(path: Path | str, tokenizer: Path | str | None = None, *more: str) -> Config:
+    names = [f"model.path={path}", "data.sequence_length=32", "train.device=cpu"]
+    names += [f"data.tokenizer={tokenizer}"] if tokenizer else []
+    return compose(["model=pretrained", *names, *more])
+
+
+def started(path: Path | str, *more: str) -> Config:
+    return start_files.resolved(config_of(path, None, *more))
 
 
 def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path: Path) -> None:

@@ -115,6 +115,12 @@ class Peer:
                 tips.broke(core, peer, get, bad)
             case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
+            case events.Delivered(line=line):
+                HANDLERS[events.Delivered](core, event)
+                # to look at all that are here takes longer than one
+                enough = core.settings.quorum or core.num_trainers()
+                here = [f.pool for f in core.fragments if f.index == line.fragment]
+                return any(len(pool) >= enough for pool in here)
             case _:
                 HANDLERS.get(type(event), lifecycle.hear_loop)(core, event)
         return not isinstance(event, events.Asked)

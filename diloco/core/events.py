@@ -115,9 +115,7 @@ class Wanted(Event, frozen=True):
 
 
 class Begun(Event, frozen=True):
-    """The training loop is about to make inner steps in step with the others; or it stops that."""
-
-    trains: bool = True
+    """The training loop is about to make inner steps in step with the others."""
 
 
 class Alone(Event, frozen=True):

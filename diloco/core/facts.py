@@ -190,7 +190,7 @@ class Facts:
     steps_per_s: float = 0.0
     moved_at: float = field(init=False)  # when it made a step, or got the first head after one
     made_step: bool = True
-    begun: bool = True  # it is in step with the others
+    begun: bool = False  # it is in step with the others
     assembled: bool = False  # so were all who are here
     min_peers: int = field(init=False)  # that have to be here before it begins
     pauses: bool = False

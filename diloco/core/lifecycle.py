@@ -50,9 +50,9 @@ def hear_loop(core: Facts, event: events.Event) -> None:
     match event:
         case events.Wanted(sequences, cycle):
             core.wanted, core.cycle = sequences, cycle or core.cycle
-        case events.Begun(trains):
-            core.begun, core.moved_at = trains, core.now
-            if trains and core.ready:
+        case events.Begun():
+            core.begun, core.moved_at = True, core.now
+            if core.ready:
                 core.position = first_position(core)
         case events.Paused(pauses):
             core.pauses, core.moved_at = pauses, core.now

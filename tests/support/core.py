@@ -4,6 +4,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from diloco.core import events
 from diloco.core.events import Connected
 from diloco.core.facts import Facts, FragmentState
 from diloco.core.history import Tip, genesis, sign
@@ -29,11 +30,13 @@ class Nobody:
 
 
 def core(me: str = ME, fragments: int = 2, authors: bool = True, **settings: Any) -> Peer:
-    """A core which listens."""
+    """A core which listens, and whose training loop waits to begin."""
     identity = Identity(me, "me", "run", D, Nobody(), may_author=authors, device="cpu")
     sizes, arithmetic = [Sizes(10, 10, 40, 1)] * fragments, cast(Any, None)
     run = identity, ProtocolSettings(**{"fragments": fragments, **settings}), arithmetic
-    return Peer(*run, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))
+    peer = Peer(*run, GENESIS[:fragments], sizes, 0.0, 0, planned=(9, 0, 0))
+    peer.receive(events.Begun(), 0.0)
+    return peer
 
 
 def status(**said: Any) -> Status:

@@ -32,6 +32,7 @@ class Peer:
     settings: ProtocolSettings
     trains: bool = True
     authors: bool = True
+    begins: bool = True  # at once
     step_s: float = 1.0
     batch: int = 1
     cycle: int = 0  # inner steps, if it has a number of its own (DyLU)
@@ -193,6 +194,8 @@ class Swarm:
         peer.anchors = Anchors(peer.core.facts, saved.anchors)
         self.heads |= {tip.head.id: tip.head for tip in saved.tips}
         cycle = peer.cycle or settings.sync_every
+        if peer.begins:
+            self.in_life(peer, self.now, self.tell, peer, events.Begun())
         wanted = events.Wanted(2 * cycle * peer.batch, cycle)
         self.in_life(peer, self.now, self.tell, peer, wanted)
         self.in_life(peer, self.now + self.random.random(), self._tick, peer)

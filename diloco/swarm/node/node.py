@@ -214,7 +214,6 @@ class Node:
         def refused() -> str | None:
             return None if len(facts.members) else mesh.refusal
 
-        self.context.do(events.Begun(False))
         await self._until(lambda: refused() is not None or self._interrupted or facts.ready)
         if (reason := refused()) is not None:
             raise SwarmError(reason)

@@ -107,6 +107,8 @@ class Recording:
             known = {"tips": member.tips, "hears": sorted(member.hears), "deaf": []}
             status = with_fields(member.status, whole=True, **known)
             self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
+        if core.begun:
+            self._write(events.Begun(), core.now)
 
     def _write(self, event: Any, now: float) -> None:
         without_tensors = msgspec.msgpack.Encoder(enc_hook=lambda tensor: b"")

@@ -233,6 +233,17 @@ def test_joiner(after: float, bulk_s: float) -> None:
     swarm.goes_on(ROUND_S + 4 * bulk_s)
 
 
+def test_nobody_begins_before_all_who_are_here_are_about_to() -> None:
+    swarm = Swarm(replace(BARRIER, min_peers=2))
+    late, other = swarm.add("a", begins=False), swarm.add("b")
+    swarm.until(60.0)
+    assert late.facts.ready and not late.facts.trains_now
+    assert other.facts.trains_now and other.facts.steps == 0
+    swarm.tell(late, events.Begun())
+    swarm.until(100.0, lambda: bool(swarm.made))
+    assert [line.peer for line, _ in swarm.made[0][1].lines] == ["a", "b"]
+
+
 def test_who_lacks_what_the_run_starts_from_gets_it_from_the_other() -> None:
     swarm = Swarm(replace(BARRIER, fragments=8, min_peers=2))
     starter = swarm.add("a")

@@ -202,8 +202,8 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
             item.held_since = core.now
 
 
-def delivered(core: Facts, event: Delivered) -> None:
-    """The payload of a contribution that was wanted is here."""
+def delivered(core: Facts, event: Delivered) -> bool:
+    """The payload of a contribution that was wanted is here; whether a version may be due."""
     line = event.line
     if judged(core, line) == "want":
         f = core.fragments[line.fragment]
@@ -212,6 +212,8 @@ def delivered(core: Facts, event: Delivered) -> None:
         f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now)
         core.changed_data = core.changed_data or f is core.control
     offered(core, event.peer, Offer(line))
+    enough = core.settings.quorum or core.num_trainers()
+    return any(len(f.pool) >= enough for f in core.fragments if f.index == line.fragment)
 
 
 def not_sent(core: Facts, peer: str, line: Line) -> None:

@@ -254,14 +254,10 @@ class Facts:
         """Whether training waits for a head, or has to send or load something first."""
         if all(self.over(f.tip) for f in self.fragments):  # no head comes any more
             return any(f.loading for f in self.fragments)
-        return (
-            self.turn_due
-            or bool(self.due)
-            or any(
-                f.loading or f.stale or (f.needs_head and not self.over(f.tip))
-                for f in self.fragments
-            )
-        )
+        if self.turn_due or self.due:
+            return True
+        lacks = (f.needs_head and not self.over(f.tip) for f in self.fragments)
+        return any(f.loading or f.stale for f in self.fragments) or any(lacks)
 
     @property
     def says_waits(self) -> bool:

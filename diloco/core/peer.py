@@ -42,7 +42,6 @@ HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
     events.Merged: author.merged,
     events.Stepped: contributions.stepped,
     events.Captured: contributions.captured,
-    events.Delivered: contributions.delivered,
     events.Loaded: contributions.loaded,
 }
 
@@ -115,12 +114,9 @@ class Peer:
                 tips.broke(core, peer, get, bad)
             case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
-            case events.Delivered(line=line):
-                HANDLERS[events.Delivered](core, event)
-                # to look at all that are here takes longer than one
-                enough = core.settings.quorum or core.num_trainers()
-                here = [f.pool for f in core.fragments if f.index == line.fragment]
-                return any(len(pool) >= enough for pool in here)
+            case events.Delivered():
+                # to look at all that are here takes longer than to take one in
+                return contributions.delivered(core, event)
             case _:
                 HANDLERS.get(type(event), lifecycle.hear_loop)(core, event)
         return not isinstance(event, events.Asked)
@@ -327,7 +323,8 @@ class Peer:
             core.changed_data, self._said_units = has != self._said_units, has
         flags = core.trains_now, core.pauses, core.leaving, core.is_author(), core.planned
         news = flags != self._said_flags or core.changed_tips or core.changed_data
-        news = self._waits_news() or news
+        waits = core.says_waits
+        news = self._waits_news(waits) or news
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
         # few need it, and rarely
         hears_other = hears != self._said_authors
@@ -337,16 +334,16 @@ class Peer:
             if core.changed_tips and core.made_step:  # the first head after a step
                 core.moved_at, core.made_step = core.now, False
             self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
-            self._said_waits = core.says_waits
+            self._said_waits = waits
             core.changed_tips.clear()
             core.changed_data = False
         elif hears_other:
             core.wake(self._told_at + HEARS_S)
 
-    def _waits_news(self) -> bool:
+    def _waits_news(self, waits: bool) -> bool:
         """Whether it is news that this peer waits, or no more: for so long that it matters."""
         core, settings = self.facts, self.facts.settings
-        if core.says_waits == self._said_waits:
+        if waits == self._said_waits:
             self._waits_since = inf
             return False
         self._waits_since = min(self._waits_since, core.now)

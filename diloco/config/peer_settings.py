@@ -139,6 +139,8 @@ class TrainConfig(PeerLocal):
     """CPU threads of the trainer; null shares the cores."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Of inner steps; weights stay fp32. auto: bf16 or else fp16 on CUDA, fp32 on a CPU."""
+    base: Literal["auto", "fp32", "nf4"] = "auto"
+    """The frozen base of an adapter, in memory. auto: as precision; nf4: in 4 bits (QLoRA)."""
     tf32: bool = True
     """On CUDA, fp32 matrix products from inputs rounded to TF32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from diloco.model.adapter import base_parameters, has_adapter, merge_adapter_
+from diloco.model.adapter import (
+    NF4_BYTES,
+    base_layers,
+    base_parameters,
+    has_adapter,
+    merge_adapter_,
+    saved_state,
+    shrink_base_,
+)
 from diloco.model.build import (
     build,
     check_fit,
@@ -24,7 +32,9 @@ from diloco.model.files import Vocabulary, load, save
 from diloco.model.recipe import frozen_of, pack, recipe_of
 
 __all__ = [
+    "NF4_BYTES",
     "Vocabulary",
+    "base_layers",
     "base_parameters",
     "build",
     "check_fit",
@@ -46,4 +56,6 @@ __all__ = [
     "prepare_head_",
     "recipe_of",
     "save",
+    "saved_state",
+    "shrink_base_",
 ]

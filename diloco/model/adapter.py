@@ -6,6 +6,9 @@ base is frozen and compared by its digest.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from diloco.errors import ConfigError
 from diloco.text import one_line
 
 MARK = ".base_layer"  # in the names of parameters below an adapter
+# Of NF4: parameters with one scale, and bytes of a parameter. The scales are in 8 bits.
+NF4_BLOCK, NF4_BYTES = 64, 0.516
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
@@ -25,6 +31,8 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
     """
     if settings.adapter == "none":
         return
+    # which peft imports; on a CPU it says that kernels of the hub are missing
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         from peft import LoraConfig
     except ImportError:
@@ -64,6 +72,57 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, one in model.named_parameters()
         if id(one) not in own
     }
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model's state dict `save` writes: of one with an adapter only that."""
+    state = model.state_dict()
+    if has_adapter(model):
+        state = {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
+    return {name: value.detach() for name, value in state.items()}
+
+
+def base_layers(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The frozen linear layers of a model with an adapter, without its head: parent, name, layer.
+
+    They are nearly all of a base, and autocast has each compute in 16 bits.
+    """
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()) if has_adapter(model) else ():
+        for name, layer in parent.named_children():
+            is_linear = type(layer) is nn.Linear and layer is not head
+            if is_linear and not layer.weight.requires_grad:
+                yield parent, name, layer
+
+
+def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
+    """Have the base below an adapter lie in 16 bits, or in 4 once it is moved to a device (`nf4`:
+    Dettmers et al. 2023, arXiv:2305.14314, section 3); nothing for a model without adapter.
+
+    In the 16 bits of autocast its products are those of fp32 weights. In 4 bits they are computed
+    with `precision`. Raises ConfigError for nf4 without an adapter or `bitsandbytes`.
+    """
+    if form == "nf4":
+        if not has_adapter(model):
+            raise ConfigError("train.base=nf4 is for a base that is frozen; add adapter=lora")
+        try:
+            bnb = import_module("bitsandbytes.nn")
+        except ImportError:
+            remedy = "pip install 'diloco[qlora]'"
+            raise ConfigError(f"train.base=nf4 needs bitsandbytes; {remedy}") from None
+    for parent, name, layer in base_layers(model):
+        if form != "nf4" or layer.in_features % NF4_BLOCK:  # kernels need whole blocks
+            layer.to(DTYPES[precision if form == "nf4" else form])
+            continue
+        sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
+        small: Any = bnb.Linear4bit(
+            *sizes, has_bias, DTYPES[precision], quant_type="nf4", device="meta"
+        )
+        small.weight = bnb.Params4bit(layer.weight.detach(), False, quant_type="nf4", module=small)
+        small.bias = layer.bias
+        # an evaluation on a CPU would pack the weights anew, and no gradient passes that
+        small.support_avx512bf16_for_cpu = False
+        setattr(parent, name, small)
 
 
 def merge_adapter_(model: nn.Module) -> None:

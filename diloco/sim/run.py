@@ -43,6 +43,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
+from diloco.train.gradients import place
 from diloco.train.optimizer import inner_optimizer
 from diloco.train.reporter import Reporter
 
@@ -122,7 +123,7 @@ class Simulation:
         model = models.build(
             config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length
         )
-        self.model = model.to(self.ranks.device)
+        self.model = place(model, config, self.ranks.device)
         if config.data.has_conversations:
             models.check_segments(self.model)
         self.evaluated: dict[str | None, float | None] = {}
@@ -205,7 +206,7 @@ class Simulation:
     async def _watch(self) -> None:
         """A swarm that hangs would beat its hearts for ever."""
         sim = self.config.sim
-        transfer_s = 4 * models.num_parameters(self.model) / (sim.bandwidth or float("inf"))
+        transfer_s = 4 * models.num_trained(self.model) / (sim.bandwidth or float("inf"))
         patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
         before: object = None
         while True:

@@ -40,6 +40,21 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
 
+def base_form(config: Config, precision: str) -> str:
+    """`train.base`, with `auto` resolved: FSDP2 gathers weights of one dtype only."""
+    train = config.train
+    if train.base == "nf4" and train.parallel == "fsdp":
+        raise ConfigError("train.base=nf4 cannot be cut into rows; use train.parallel=ddp")
+    return train.base if train.base != "auto" else precision if train.parallel == "ddp" else "fp32"
+
+
+def place(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """The model on the device, where the base of an adapter lies as `train.base` says."""
+    precision = precision_of(config, device)
+    models.shrink_base_(model, base_form(config, precision), precision)
+    return model.to(device)
+
+
 def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str, object]:
     """Have the model compute as `train.` says, before `RankGroup.wrap`; what was chosen, for the
     log."""

@@ -24,6 +24,7 @@ from diloco.config import BudgetConfig, Config, InnerConfig
 from diloco.config.manifest import raised
 from diloco.data import BatchStream
 from diloco.errors import ConfigError, DivergedError
+from diloco.model import saved_state
 from diloco.rundir.push import Pusher
 from diloco.rundir.reporting import Notice
 from diloco.rundir.summary import write_contributions
@@ -270,10 +271,8 @@ class Trainer:
             return
         with self.sync.anchored():
             place = "cpu" if self.pusher is not None else "meta"
-            values = self.model.state_dict().items()
-            state = {
-                name: full_tensor(value.detach()).to(place, copy=True) for name, value in values
-            }
+            values = saved_state(self.model).items()
+            state = {name: full_tensor(value).to(place, copy=True) for name, value in values}
         if self.pusher is not None:
             self.pusher.begin(self.sync.version, state, final)
 

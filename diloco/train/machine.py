@@ -32,7 +32,7 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OUTER_OPTIMIZERS
 from diloco.text import human_count
-from diloco.train.gradients import autocast
+from diloco.train.gradients import autocast, base_form, place
 from diloco.train.optimizer import moment_numel
 
 GIB = 2**30
@@ -46,6 +46,7 @@ CHUNK_COPIES = 2.5
 # allocator's fragmentation. Beside 16 bits an H100 took 14.6 at its peak (150M) and 10.4 (400M).
 ACTIVATION_VECTORS, MIXED_VECTORS = 36.0, 16.0
 NATIVE: dict[bool, devices.Precision] = {True: "bf16", False: "fp32"}  # with an accelerator
+BASE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "nf4": models.NF4_BYTES}
 INPUT_VECTORS = 1.5  # of a layer that is recomputed
 # of fp32 and CHUNK elements: two that are read from an accelerator, and two that are written to it
 STAGING_BUFFERS = 4
@@ -113,6 +114,7 @@ def _rows(
     model, outer, data = _outline(config.model), config.outer, config.data
     numel = models.num_trained(model)
     frozen = models.num_parameters(model) - numel
+    precision, shrunk = config.train.precision, 0
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
     part = 1 / num_ranks if sharded else 1.0
 
@@ -120,16 +122,18 @@ def _rows(
         return Row(what, where, per_parameter * numel, per_parameter)
 
     if frozen:
-        yield Row("weights that are frozen", "device", FP32 * part * frozen, None)
+        shrunk = sum(one.weight.numel() for _, _, one in models.base_layers(model))
+        nbytes = FP32 * frozen - (FP32 - BASE_BYTES[base_form(config, precision)]) * shrunk
+        yield Row("weights that are frozen", "device", part * nbytes, None)
     yield row("weights", "device", FP32 * part)
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)
     if sharded:
         gathered = 2 * FP32 * _largest_layer(model)
         yield row("layers that are gathered", "device", gathered / max(numel, 1))
-    elif config.train.precision != "fp32":
-        name = f"weights in {config.train.precision}"
-        yield Row(name, "device", 2.0 * (numel + frozen), None if frozen else 2.0)
+    elif precision != "fp32":
+        rounded = models.num_parameters(model) - shrunk
+        yield Row(f"weights in {precision}", "device", 2.0 * rounded, None if frozen else 2.0)
     vocabulary = int(models.config_of(config.model).get_text_config().vocab_size)
     logits = FP32 * config.inner.batch_size * data.sequence_length * vocabulary
     if logits > CPU_CHUNK_BYTES:
@@ -348,7 +352,8 @@ def step_seconds(config: Config, micro_batch: int | None = None) -> float:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     length, batch_size = config.data.sequence_length, config.inner.batch_size
-    model = models.build(config.model, config.run.seed, sequence_length=length).to(device)
+    model = models.build(config.model, config.run.seed, sequence_length=length)
+    model = place(model, config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     any_model: Any = model
     num_rows = any_model.get_input_embeddings().weight.shape[0]

@@ -182,6 +182,7 @@ def token_share(model: nn.Module, sequence_length: int, device: torch.device) ->
     attention = 12 * layers * heads * head_dim * sequence_length
     rows, head = any_model.get_input_embeddings().weight, any_model.get_output_embeddings()
     is_tied = head is not None and head.weight is rows
-    multiplied = (p for p in model.parameters() if p is not rows or is_tied)
+    multiplied = [p for p in model.parameters() if p is not rows or is_tied]
     products = sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied)
+    products += sum(4 * p.numel() for p in multiplied if p.dtype == torch.uint8)  # NF4: two in each
     return float(products + attention) / peak

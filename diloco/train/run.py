@@ -47,7 +47,7 @@ from diloco.train.checkpoint import (
     write_address,
 )
 from diloco.train.data_parallel import DataParallel
-from diloco.train.gradients import precision_of, prepare_
+from diloco.train.gradients import place, precision_of, prepare_
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
 from diloco.train.optimizer import inner_optimizer
@@ -166,7 +166,7 @@ def _model(
     model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
     if ranks.is_rank0:
         start_files.keep(config, model)
-    model = model.to(ranks.device)
+    model = place(model, config, ranks.device)
     if config.data.has_conversations:
         models.check_segments(model)
     return model, prepare_(model, config, ranks.device)
@@ -291,8 +291,8 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
         if sync.version > 0 and (sync.inner_step == 0 or not sync.interrupted):
             trainer.evaluate()
             trainer.push(final=True)
-            values = trainer.model.state_dict().items()
-            state = {name: full_tensor(value.detach()) for name, value in values}
+            written = models.saved_state(trainer.model).items()
+            state = {name: full_tensor(value) for name, value in written}
             if is_rank0:
                 _write(config, trainer.tokenizer, state, config.run.dir / "model")
     digest = sync.anchor_digest() if is_rank0 or isinstance(sync, DataParallel) else ""
@@ -318,6 +318,6 @@ def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path
     """Write a model with these parameters and buffers, as `diloco export` does."""
     with torch.device("meta"):  # which draws no random number
         model: Any = models.outline(config.model)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=not models.has_adapter(model))
     model.tie_weights()
     models.save(model, place, tokenizer)

@@ -1,16 +1,20 @@
 """Every way of taking outer steps in the simulator, the small twins of the papers, and adapters."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.config import Config, choices, compose
 from diloco.errors import CheckpointError, ConfigError
+from diloco.model import evaluating
 from diloco.sim.run import simulate
 from diloco.train import start_files
+from diloco.train.gradients import autocast, place
 from tests.support.models import small_model
 from tests.support.simulated import PRESETS, RUNS, digests, name_of, simulated
 
@@ -85,3 +89,70 @@ def test_an_adapter_is_of_one_base_only(tmp_path: Path) -> None:
     nowhere = config.model.model_copy(update={"directory": None, "path": None})
     with pytest.raises(ConfigError, match=r"do not travel; set model\.directory"):
         models.build(nowhere, 0)
+
+
+BATCH = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(2))
+
+
+def placed(*typed: str) -> tuple[nn.Module, Config]:
+    config = compose(["train.device=cpu", *typed])
+    model = models.build(config.model, 0)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_B" in name:  # which is zero at the start
+                one.copy_(torch.linspace(-0.1, 0.1, one.numel()).view_as(one))
+    return place(model, config, torch.device("cpu")), config
+
+
+def gradients_at(model: nn.Module, config: Config) -> dict[str, Tensor]:
+    model.zero_grad()
+    with autocast(config, torch.device("cpu")):
+        models.loss(model, BATCH).backward()  # type: ignore[no-untyped-call]
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {name: one.clone() for name, one in trained.items() if one is not None}
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(one.nbytes for one in model.parameters())
+
+
+def test_a_base_in_16_bits_has_the_gradients_of_autocast_in_half_the_memory() -> None:
+    mixed = ("adapter=lora", "train.precision=bf16")
+    (small, config), (whole, _) = placed(*mixed), placed(*mixed, "train.base=fp32")
+    ours, theirs = gradients_at(small, config), gradients_at(whole, config)
+    assert ours and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert bytes_of(small) < 0.6 * bytes_of(whole)
+
+
+def test_a_base_in_4_bits_trains_its_adapter_and_only_that_is_written() -> None:
+    pytest.importorskip("bitsandbytes")
+    (small, config), (whole, _) = placed("adapter=qlora"), placed("adapter=lora")
+    ours, theirs = gradients_at(small, config), gradients_at(whole, config)
+    assert ours and ours.keys() == theirs.keys() == models.saved_state(small).keys()
+    flat = [torch.cat([one[name].flatten() for name in ours]) for one in (ours, theirs)]
+    assert 0.9 < torch.cosine_similarity(*flat, dim=0) < 1
+    assert bytes_of(small) < 0.4 * bytes_of(whole)
+    with evaluating(small):
+        evaluated = models.loss(small, BATCH)
+        torch.testing.assert_close(evaluated, models.loss(whole, BATCH), rtol=0.01, atol=0)
+    again = gradients_at(small, config)
+    assert all(torch.equal(ours[name], again[name]) for name in ours), "the evaluation changed it"
+
+
+@pytest.mark.parametrize(
+    "typed, text",
+    [
+        (["train.base=nf4"], r"train\.base=nf4 is for a base that is frozen; add adapter=lora"),
+        (["adapter=qlora", "train.parallel=fsdp"], r"train\.base=nf4 .*; use train\.parallel=ddp"),
+    ],
+)
+def test_what_cannot_lie_in_4_bits_is_one_line(typed: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        placed(*typed)
+
+
+def test_a_base_in_4_bits_names_the_package_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes; pip install 'diloco\[qlora\]'"):
+        placed("adapter=qlora")

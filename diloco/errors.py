@@ -8,6 +8,7 @@
     │   └── JoinError      3   the same in somebody's own program
     ├── DivergedError      4   training produced non-finite or absurd values
     ├── UnsavedError       5   interrupted with work that is in no checkpoint
+    ├── DeviceError        6   the accelerator failed, as torch found some time later
     └── PayloadError       1   something from the network is invalid; its receiver catches this
 
 Every text is one line: the key as typed, the value, the remedy. Any other exception that escapes is
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import traceback
@@ -75,6 +77,12 @@ class UnsavedError(DilocoError):
     exit_code = 5
 
 
+class DeviceError(DilocoError):
+    """The accelerator failed (`cudaErrorLaunchFailure` and the like); no process recovers."""
+
+    exit_code = 6
+
+
 class PayloadError(DilocoError):
     """Bytes or a header from another peer are invalid; the receiver refuses them."""
 
@@ -91,6 +99,7 @@ def _show(kind: type[BaseException], error: BaseException, at: TracebackType | N
 
 sys.excepthook = _show
 
+_DEVICE_FAILED = re.compile(r"(?:CUDA|HIP|XPU) error: .*")
 # The machine refused, which is no bug: the user frees space or chooses another directory.
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
@@ -124,9 +133,15 @@ def guard(function: Callable[[], int | None]) -> int:
         place = f"{error.filename}: " if error.filename else ""
         _complain(f"{place}{error.strerror}; free or choose another place with run.dir=DIRECTORY")
         return ConfigError.exit_code
-    except Exception:
+    except Exception as error:
         sys.stderr.write(masked(traceback.format_exc()))
-        return DilocoError.exit_code
+        if not (found := _DEVICE_FAILED.match(str(error))):
+            return DilocoError.exit_code
+        _complain(
+            f"{found[0].rstrip('.')}; start this peer again, it goes on from its checkpoint. Where"
+            " several processes share a device, give each its own"
+        )
+        return DeviceError.exit_code
 
 
 def in_utf8() -> None:
@@ -138,11 +153,11 @@ def in_utf8() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process with an exit code; a rank of torchrun at once.
+    """Ends this process with an exit code; a rank of torchrun, or with a failed device, at once.
 
-    A thread of torch's process group may abort the usual end or hang it.
+    A thread of torch's process group, or tensors of the device, may abort the usual end or hang it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and code != DeviceError.exit_code:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

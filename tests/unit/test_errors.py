@@ -14,7 +14,7 @@ from tests.support.places import PACKAGE
 
 EXIT_CODES = {"DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2}
 EXIT_CODES |= {"SwarmError": 3, "JoinError": 3, "DivergedError": 4, "UnsavedError": 5}
-EXIT_CODES |= {"PayloadError": 1}
+EXIT_CODES |= {"PayloadError": 1, "DeviceError": 6}
 
 
 def failing(error: BaseException) -> int:
@@ -101,3 +101,22 @@ def test_what_a_terminal_lacks_is_written_in_plain_characters(
 def test_a_traceback_shows_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(ValueError("swarm.token=" + "Ab1" * 40)) == 1
     assert "swarm.token=(hidden)" in capsys.readouterr().err
+
+
+def test_a_failed_device_is_one_line_after_its_traceback_and_ends_the_process_at_once() -> None:
+    """At a usual end, tensors of such a device abort the process."""
+    program = """
+import atexit, os
+from diloco.errors import end_process, guard
+
+def step():
+    raise RuntimeError("CUDA error: unspecified launch failure\\nSearch for more")
+
+atexit.register(os.abort)
+end_process(guard(step))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 6
+    assert "in step" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("diloco: error: CUDA error: unspecified launch failure; start this peer")

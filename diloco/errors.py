@@ -51,6 +51,10 @@ class DataError(ConfigError):
     """The training data is missing, unreadable or empty."""
 
 
+class TermsError(DataError):
+    """The hub has it for those who accept its terms."""
+
+
 class CheckpointError(ConfigError):
     """A checkpoint or a model directory is missing, truncated, corrupt or of another run."""
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import DataError
+from diloco.errors import DataError, TermsError
 from diloco.text import one_line
 
 WEIGHTS = "*.safetensors"
@@ -179,7 +179,7 @@ def _refusal(key: str, kind: str, name: str, revision: str | None, error: Except
     while reason.__cause__ is not None and not isinstance(reason, HfHubHTTPError):
         reason = reason.__cause__  # of a download, the reason is inside what the client makes of it
     if isinstance(reason, GatedRepoError):
-        return DataError(
+        return TermsError(
             f"{key}: {name!r} is shown only to those who accept its terms; accept them at"
             f" {constants.ENDPOINT}/{name}, and log in with `hf auth login`"
         )

@@ -34,7 +34,7 @@ from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
 from diloco.config.manifest import hash_of, planned
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
-from diloco.rundir.files import files_of
+from diloco.rundir.base_files import served
 from diloco.swarm.client.ask import inspect_swarm
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions, RunSpec
@@ -203,7 +203,7 @@ class PeerArguments:
         self._refusals = config.run.dir / "refusals" / f"{self.name}.json"
         self._of_program = {
             "record": config.run.dir / NAME if config.run.record else None,
-            "files": files_of(config),
+            "files": served(config),
             "blank": config.model.weights is not None and not models.has_files(config.model),
         }
 

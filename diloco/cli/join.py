@@ -134,7 +134,7 @@ def _prepare(
     from diloco.swarm.client.ask import check_clock, parse_manifest
     from diloco.swarm.wire.gate import observer_gate
     from diloco.train.machine import inspect_machine
-    from diloco.train.start_files import fetch
+    from diloco.train.start_files import base_bytes, fetch
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
@@ -161,11 +161,15 @@ def _prepare(
     if warning is not None:
         click.echo(f"diloco: warning: {warning}", err=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
-    with view.paused():
-        _ask(config, _terms(config, need.parameters, used_bytes, name), yes)
-    volunteer.move_aside(config)
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-    return fetch(config, config.swarm.initial_peers, gate, directory.identity)
+    base = base_bytes(config, config.swarm.initial_peers, gate, directory.identity)
+    with view.paused():
+        _ask(config, _terms(config, need.parameters, used_bytes, name, base), yes)
+    volunteer.move_aside(config)
+    return fetch(
+        *(config, config.swarm.initial_peers, gate, directory.identity),
+        lambda done, total: view.stage("base", f"{human_bytes(done)} of {human_bytes(total)}"),
+    )
 
 
 def _from_rank_0(config: Config, rank: int) -> Config:
@@ -199,7 +203,9 @@ def _ask(config: Config, terms: list[str], yes: bool) -> None:
         raise ConfigError("nothing was fetched, and this machine has not joined")
 
 
-def _terms(config: Config, parameters: int, memory_bytes: float, device: str) -> list[str]:
+def _terms(
+    config: Config, parameters: int, memory_bytes: float, device: str, base: int = 0
+) -> list[str]:
     """What a volunteer has to know, in lines."""
     from diloco.config.manifest import sources_of
 
@@ -217,7 +223,9 @@ def _terms(config: Config, parameters: int, memory_bytes: float, device: str) ->
         owner = f"its owner has key {manifest.run.key[:16]}"
     model = needed.get("model", f"{manifest.model.name}, random weights")
     model += f", {human_count(parameters)} parameters"
-    if manifest.model.weights is not None:
+    if base:
+        model += f", with a base of {human_bytes(base)} from the hub or the run's peers"
+    elif manifest.model.weights is not None and manifest.model.adapter == "none":
         model += ", whose weights come from the run's peers"
     tokenizer = needed.get("tokenizer", "bytes")
     if manifest.data.tokenizer_files:

@@ -45,7 +45,7 @@ _ON_HUB = {
 }
 # What `train/start_files.py` derives from a name; the first tells whether it has.
 _DERIVED = {
-    "model.path": ("weights", "frozen", "generation", "config", "directory"),
+    "model.path": ("weights", "frozen", "generation", "base", "config", "directory"),
     "data.tokenizer": ("tokenizer_files", "tokenizer_directory"),
 }
 
@@ -65,6 +65,7 @@ class ModelRecipe(RunOwned):
         "weights",
         "frozen",
         "generation",
+        "base",
         "adapter",
         "adapter_rank",
         "adapter_alpha",
@@ -86,6 +87,8 @@ class ModelRecipe(RunOwned):
     """Digests of parameters that are not trained, and of buffers; filled in from model.path."""
     generation: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of generation_config.json; filled in from model.path."""
+    base: Digest | None = None
+    """Digest of the list of the base's parts, which peers send; filled in from model.path."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained in place of all parameters, which are frozen then."""
     adapter_rank: int = Field(8, ge=1, le=1024)
@@ -123,6 +126,8 @@ class ModelRecipe(RunOwned):
             raise ValueError("model.weights needs model.config; drop it")
         if weights is None and (self.frozen or self.generation):
             raise ValueError("model.frozen and model.generation need model.weights; drop them")
+        if self.base is not None and (weights is None or self.adapter == "none"):
+            raise ValueError("model.base needs model.weights and model.adapter; drop it")
         if path is None and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} needs model.path; drop it")
         return self

@@ -56,6 +56,8 @@ def build(
     if has_files(settings):
         if settings.weights is None:
             config_of(settings)  # which is small, and may be absurd
+        else:
+            _check_saved(settings)
         loaded: Any = load(directory_of(settings), key="model.path")
         check_fit(loaded.config, tokenizer, sequence_length, "model.path")
         model: nn.Module = loaded.float().train()
@@ -64,8 +66,8 @@ def build(
         return model
     if settings.adapter != "none" and settings.weights is not None:
         raise ConfigError(
-            f"model.adapter={settings.adapter} is on {settings.path or 'weights'} that do not"
-            " travel; set model.directory to where this machine has them"
+            f"model.adapter={settings.adapter} is on {settings.path or 'weights'}, and they are not"
+            " here; set model.directory to where this machine has them"
         )
     config = config_of(settings)
     check_fit(config, tokenizer, sequence_length)
@@ -174,6 +176,14 @@ def _saved_config(directory: Path) -> Any:
             f"{place} has no config.json that can be read: {one_line(error)}; give a directory in"
             " Hugging Face format"
         ) from error
+
+
+def _check_saved(settings: ModelConfig) -> None:
+    """Raises ConfigError if a directory's config, which peers may have sent, is not the run's."""
+    saved, ours = _saved_config(directory_of(settings)), config_of(settings)
+    with torch.device("meta"), _refusals(settings):
+        if num_parameters(_from_config(saved)) != num_parameters(_from_config(ours)):
+            raise ValueError(f"model.directory={settings.directory} holds another model")
 
 
 def _refuse_absurd(config: object, place: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,6 +28,14 @@ OnEvent = Callable[[str, dict[str, object]], None]
 """Called with the kind and the fields of everything that happens in the swarm."""
 
 
+class FilePart(NamedTuple):
+    """Bytes of a file that a peer gives to others; by default all of them."""
+
+    path: Path
+    offset: int = 0
+    nbytes: int | None = None
+
+
 @dataclass(eq=False)
 class Context:
     """The core of a node, its tensors, its network, and what it gives to others.
@@ -42,7 +50,7 @@ class Context:
     on_event: OnEvent
     traffic: Traffic = field(default_factory=Traffic)
     manifest: str = "{}"  # JSON of the run
-    files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
+    files: Mapping[str, FilePart] = field(default_factory=dict)  # for joiners, by digest
     inner_state: Callable[[], Any] = lambda: None  # `InnerState` of the trainer; used in threads
     tap: Callable[[Event, float], None] = lambda event, now: None  # sees what the core is told
     tasks: Tasks = field(default_factory=Tasks)

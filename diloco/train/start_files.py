@@ -1,20 +1,25 @@
 """The files that a run starts from, behind `model.path` and `data.tokenizer`, for all of its peers.
 
 Who starts a run has them, from a directory or the hub (`resolved`). The manifest gets the model's
-config, and digests of the trained weights, of each tensor that is not trained, and of the
-tokenizer's files, but no path. Each peer keeps the small files (`keep`), and its node sends them to
-peers that name a digest (`fetch`). The trained weights come as the swarm's anchor; before the first
-outer step nothing certifies one, so it is compared with the manifest.
+config, and digests of the trained weights, of each tensor that is not trained, of the tokenizer's
+files, and of the base of an adapter, but no path. Each peer keeps the small files (`keep`), and its
+node sends them and the base, in parts, to peers that name a digest (`fetch`). The trained weights
+come as the swarm's anchor; before the first outer step nothing certifies one, so it is compared
+with the manifest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +29,21 @@ from diloco import model as models
 from diloco.attach.parameters import values_digest
 from diloco.config import Config, DataConfig, Manifest, ModelConfig
 from diloco.config.model_data import FILES, MAX_FROZEN, MAX_TOKENIZER_FILES
-from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError
+from diloco.errors import CheckpointError, ConfigError, DataError, SwarmError, TermsError
 from diloco.hub import TOKENIZER_FILES, files_at
+from diloco.rundir import base_files
 from diloco.rundir.files import files_of, origin_of, write_atomic
 from diloco.swarm.client.ask import fetch_files
+from diloco.swarm.context import FilePart
 from diloco.swarm.wire.gate import Gate
 
 # that travel through the swarm; the largest public vocabularies have some 40 MB
 MAX_TOKENIZER_BYTES = 2**26
 HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
 
+logger = logging.getLogger(__name__)
 Values = Mapping[str, object]
+Ask = Callable[..., Coroutine[Any, Any, None]]
 
 
 def resolved(config: Config) -> Config:
@@ -62,7 +71,7 @@ def with_origin(config: Config, run_dir: Path | None = None) -> Config:
 
 
 def _base_of(config: Config) -> Path:
-    """Where this peer has the model that the adapter is on: its weights do not travel."""
+    """Where this peer has the model that the adapter is on."""
     if config.model.directory is None and config.model.revision is not None:
         return models.directory_of(config.model.model_copy(update={"weights": None}))
     return Path(config.model.directory or origin_of(config))
@@ -92,6 +101,10 @@ def keep(config: Config, model: nn.Module) -> None:
             f"model.frozen.{unknown[0]} is here or in the run, and not in both; start from other"
             " files"
         )
+    if config.model.base and config.model.directory and base_files.saved_index(config) is None:
+        index = base_files.index_of(Path(config.model.directory))
+        if sha256(index).hexdigest() == config.model.base:  # else it has the same in other files
+            _keep(index, base_files.index_place(config), config.model.base, "model.base")
     packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
     for name, digest in config.model.frozen.items():
         _keep(packed[name], origin_of(config) / digest, digest, f"model.frozen.{name}")
@@ -109,15 +122,24 @@ def _remedy(config: Config) -> str:
 
 
 def fetch(
-    config: Config, addresses: Sequence[str], gate: Gate | None = None, identity: Path | None = None
+    config: Config,
+    addresses: Sequence[str],
+    gate: Gate | None = None,
+    identity: Path | None = None,
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Config:
-    """Take the small files of the run from its peers; returns the config with their places.
+    """Take the files of the run from its peers; returns the config with their places.
 
-    Raises SwarmError.
+    The base of an adapter is among them if neither this peer nor the hub has it; `told` gets how
+    many of its bytes are here, and of how many. Raises SwarmError, and ConfigError for no room.
     """
-    places = files_of(config)
-    if places:
-        shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
+    ask: Ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
+    if config.model.base is not None and config.model.directory is None:
+        base = _base_of_hub(config) or _base_of_peers(config, ask, told)
+        config = _with(config, {"directory": str(base)}, {})
+    places, origin = files_of(config), origin_of(config)
+    if places:  # of an earlier run of that name
+        shutil.rmtree(origin / "tokenizer" if config.model.base else origin, ignore_errors=True)
         frozen = config.model.frozen
         with torch.device("meta"):
             expected = models.frozen_of(models.outline(config.model)) if frozen else {}
@@ -127,12 +149,66 @@ def fetch(
             if name in expected
         }
         wanted = {
-            digest: (place, sizes.get(digest, MAX_TOKENIZER_BYTES))
+            digest: ([FilePart(place)], sizes.get(digest, MAX_TOKENIZER_BYTES))
             for digest, place in places.items()
         }
         most = MAX_TOKENIZER_BYTES + sum(sizes.values())
-        asyncio.run(fetch_files(addresses, wanted, most, identity, gate))
+        asyncio.run(ask(wanted, most))
     return with_origin(config)
+
+
+def base_bytes(config: Config, addresses: Sequence[str], gate: Gate, identity: Path) -> int:
+    """Bytes of the base that this peer has to fetch; 0 if it has one, or no peer tells."""
+    if config.model.base is not None and config.model.directory is None:
+        ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
+        with suppress(SwarmError):
+            return sum(nbytes for nbytes, _ in _index(config, ask).values())
+    return 0
+
+
+def _base_of_hub(config: Config) -> Path | None:
+    try:
+        return None if config.model.revision is None else _base_of(config)
+    except TermsError:
+        raise
+    except DataError as error:
+        logger.info("%s; the run's peers are asked for it", error)
+        return None
+
+
+def _base_of_peers(config: Config, ask: Ask, told: Callable[[int, int], None]) -> Path:
+    """The directory with all parts; those that an earlier attempt left there are not fetched."""
+    index, place = _index(config, ask), origin_of(config) / "base"
+    parts = base_files.missing(index, place)
+    total = sum(nbytes for nbytes, _ in index.values())
+    lacking = sum(one.nbytes or 0 for places in parts.values() for one in places)
+    free = shutil.disk_usage(origin_of(config)).free
+    if lacking > free:
+        text = f"run.dir={config.run.dir} has room for {free} bytes, and the base needs {lacking}"
+        raise ConfigError(f"{text}; free some, choose another run.dir, or set model.directory")
+    done = total - lacking
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        told(done, total)
+
+    if parts:
+        count(0)
+        wanted = {digest: (places, places[0].nbytes or 0) for digest, places in parts.items()}
+        asyncio.run(ask(wanted, total, told=count))
+    return place
+
+
+def _index(config: Config, ask: Ask) -> base_files.Index:
+    index = base_files.saved_index(config)
+    if index is None:
+        shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
+        file, most = FilePart(base_files.index_place(config)), base_files.MAX_INDEX_BYTES
+        asyncio.run(ask({config.model.base: ([file], most)}, most))
+        index = base_files.saved_index(config)
+        assert index is not None
+    return index
 
 
 def check_start(config: Config, model: nn.Module) -> None:
@@ -157,12 +233,14 @@ def _model(config: Config) -> Values:
             f" trained; a run has room for the digests of {MAX_FROZEN}"
         )
     packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
+    index = None if config.model.adapter == "none" else base_files.index_of(directory)
     return {
         **models.recipe_of(built),
         "path": config.model.path if config.model.revision is not None else None,
         "directory": str(directory.resolve()),
         "weights": _trained_digest(built),
         "frozen": {name: sha256(content).hexdigest() for name, content in packed.items()},
+        "base": index and sha256(index).hexdigest(),
     }
 
 

@@ -8,9 +8,8 @@ import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from diloco.admission import Revoked, RunKey
 from diloco.atomic import replace_file
@@ -26,8 +25,12 @@ from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
 
+if TYPE_CHECKING:  # a process that only watches does not load torch
+    from diloco.swarm.context import FilePart
+
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
+FAILURES = 3  # in a row, after which a peer is not asked for files any more
 PATIENCE_S = 15.0  # for each of the peers that are asked at once
 UNSEALED = (
     "no peer there shows the settings of the run with the signature of its owner; the owner has to"
@@ -35,8 +38,8 @@ UNSEALED = (
 )
 
 T = TypeVar("T")
-FilesByDigest = Mapping[str, tuple[Path, int]]
-"""By digest: where the file goes, and how many bytes it has at most."""
+FilesByDigest = Mapping[str, tuple[Sequence["FilePart"], int]]
+"""By digest: where the bytes go, and how many they are at most."""
 
 
 @dataclass(frozen=True)
@@ -172,28 +175,69 @@ async def fetch_files(
     most_bytes: int,
     identity_path: Path | None,
     gate: Gate | None,
+    told: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Fetch files from the peers at these addresses, `most_bytes` in all; each appears whole or not
-    at all.
+    """Fetch files and parts of files from several peers at these addresses at once, `most_bytes` in
+    all; each is written whole or not at all. `told` gets the bytes of each.
 
     `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or
     permission.
     """
+    left, reasons = dict(wanted), [""]
+    at_once = asyncio.Semaphore(min(PEERS_ASKED, len(wanted)))
+
+    async def ask(peer: str) -> None:
+        nonlocal most_bytes
+        failures = 0
+        while failures < FAILURES:
+            async with at_once:
+                if not left:
+                    return
+                digest, (places, limit) = next(iter(left.items()))
+                left[digest] = left.pop(digest)  # the next one that asks begins with another
+                try:
+                    content = await request_file(visitor, peer, digest, min(limit, most_bytes))
+                except (*BROKEN, PayloadError) as error:
+                    reasons.append(str(error) or type(error).__name__)
+                    failures += 1
+                    continue
+            failures = 0
+            if left.pop(digest, None) is not None:  # at the end several peers send the same part
+                most_bytes -= len(content)
+                _write(places, content)
+                told(len(content) * len(places))
+
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
-        for digest, (place, limit) in wanted.items():
-            most = min(limit, most_bytes)
-            request = partial(request_file, visitor, digest=digest, most_bytes=most)
-            content, reasons = await _first_answer(visitor.seeds, request)
-            if content is None:
-                needed = f"no peer there gives {place.name}, which the run needs ({reasons[-1]})"
-                raise SwarmError(f"{needed}; try another address of the run")
-            most_bytes -= len(content)
-            try:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(place, content)
-            except OSError as error:
-                why = f"{place} cannot be written ({error.strerror})"
-                raise ConfigError(f"run.dir: {why}; choose another") from error
+        tasks = [asyncio.create_task(ask(peer)) for peer in visitor.seeds]
+        try:
+            for task in asyncio.as_completed(tasks):
+                await task
+                if not left:
+                    break  # what is still sent has come from another peer
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    if left:
+        name = next(iter(left.values()))[0][0].path.name
+        needed = f"no peer there gives {name}, which the run needs ({reasons[-1]})"
+        raise SwarmError(f"{needed}; try another address of the run")
+
+
+def _write(places: Sequence[FilePart], content: bytes) -> None:
+    for path, offset, nbytes in places:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if nbytes is None:
+                replace_file(path, content)
+                continue
+            path.touch()
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(content)
+        except OSError as error:
+            why = f"{path} cannot be written ({error.strerror})"
+            raise ConfigError(f"run.dir: {why}; choose another") from error
 
 
 def try_to_listen(

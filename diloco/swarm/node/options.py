@@ -19,7 +19,7 @@ from diloco.messages.fields import MAX_LENGTH
 from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
-from diloco.swarm.context import Context, OnEvent
+from diloco.swarm.context import Context, FilePart, OnEvent
 from diloco.swarm.limits import MIN_BYTES_PER_S
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
@@ -90,7 +90,7 @@ class NodeOptions:
     # the inner optimizer's state for a joiner; called in other threads
     inner_state: Callable[[], InnerState | None] = lambda: None
     blank: bool = False  # it has not got what the run starts from
-    files: Mapping[str, Path] = field(default_factory=dict)  # that the manifest names, by digest
+    files: Mapping[str, FilePart] = field(default_factory=dict)  # for joiners, by digest
     planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)
     wall: float | None = None  # seconds of the clock on the wall; None asks the machine
     record: Path | None = None  # where what happens is recorded (see `recording`)

@@ -1,5 +1,4 @@
-"""The manifest, a snapshot of the swarm, or a small file that the manifest names by its SHA-256, in
-pieces."""
+"""The manifest, a snapshot of the swarm, or a file that joiners name by its SHA-256, in pieces."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
 
 
 class InfoRequest(Message, frozen=True, tag="ask"):
-    """Asks for the manifest, a snapshot of the swarm, or a file of that digest in the manifest."""
+    """Asks for the manifest, a snapshot of the swarm, or a file or part of that digest."""
 
     place, roles = Place.REQUEST, EVERYBODY
     what: Annotated[str, Meta(pattern=r"^(manifest|snapshot|[0-9a-f]{64})\Z")]
@@ -88,7 +87,9 @@ class InfoServer:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._allowance = Allowance(FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S)
+        base = sum(part.nbytes or 0 for part in context.files.values())
+        each, together = FILE_BYTES + 2 * base, FILE_BYTES_IN_ALL + 8 * base
+        self._allowance = Allowance(each, together, FILE_BYTES_S)
 
     async def answer(self, stream: PeerStream, request: InfoRequest) -> None:
         """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
@@ -105,14 +106,16 @@ class InfoServer:
     async def _send_file(self, stream: PeerStream, digest: str) -> None:
         context = self._context
         try:
-            file = context.files[digest].open("rb")
+            path, offset, length = context.files[digest]
+            file = path.open("rb")
         except (KeyError, OSError) as error:
             raise PayloadError("no file with that digest is here; ask another peer") from error
         with file:
-            nbytes = os.fstat(file.fileno()).st_size
+            nbytes = os.fstat(file.fileno()).st_size if length is None else length
             if not self._allowance.take(stream.peer, nbytes, context.now()):
                 raise PayloadError("enough files were sent for a while; ask another peer")
-            for _ in range(0, nbytes, MAX_PIECE_BYTES):
-                piece = await in_thread(file.read, MAX_PIECE_BYTES)
+            file.seek(offset)
+            for sent in range(0, nbytes, MAX_PIECE_BYTES):
+                piece = await in_thread(file.read, min(MAX_PIECE_BYTES, nbytes - sent))
                 await context.traffic.throttle(len(piece))
                 await stream.send(Piece(WIRE_VERSION, piece, more=True))

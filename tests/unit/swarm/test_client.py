@@ -19,6 +19,7 @@ from diloco.messages.fields import Units
 from diloco.ranges import NONE, count, difference, first, overlaps, union
 from diloco.swarm.client import ask as visiting
 from diloco.swarm.client.watch import _places
+from diloco.swarm.context import FilePart
 from diloco.swarm.node.leases import LeasedData
 from tests.support.fake_swarm import snapshot
 
@@ -69,7 +70,7 @@ def test_a_file_is_written_whole_or_not_at_all(
     place = tmp_path / "origin" / "tokenizer" / "vocab.json"
     why = r"^no peer there gives vocab\.json, which the run needs \(that file"
     with pytest.raises(SwarmError, match=why) if wrong else nullcontext():
-        asyncio.run(visiting.fetch_files(["@x"], {DIGEST: (place, 9)}, 7, None, None))
+        asyncio.run(visiting.fetch_files(["@x"], {DIGEST: ([FilePart(place)], 9)}, 7, None, None))
     assert [file.read_bytes() for file in place.parent.glob("*")] == ([] if wrong else [b"content"])
     assert place.parent.exists() != wrong
 

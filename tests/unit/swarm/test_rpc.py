@@ -16,6 +16,7 @@ from diloco.errors import PayloadError
 from diloco.messages import codec
 from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.snapshot import MAX_PIECE_BYTES, pack
+from diloco.swarm.context import FilePart
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import (
     InnerLayout,
@@ -31,6 +32,7 @@ from tests.unit.messages.test_snapshot import SEEN
 
 CONTENT = bytes(range(256)) * 4096 + b"the end"  # two whole pieces, and some more
 DIGEST, GONE = sha256(CONTENT).hexdigest(), "ab" * 32
+PART = sha256(CONTENT[2**19 - 4 :][:9]).hexdigest()
 
 
 # -- manifest, snapshot, files ---------------------------------------------------------------------
@@ -41,7 +43,8 @@ def info(tmp_path: Path) -> Any:
     gate = SimpleNamespace(memory=SimpleNamespace(seal="a" * 128))
     context: Any = SimpleNamespace(gate=gate, traffic=Traffic(), now=lambda: 0.0)
     context.manifest = '{"ä": 1}'
-    context.files = {DIGEST: tmp_path / "file", GONE: tmp_path / "gone"}
+    context.files = {DIGEST: FilePart(tmp_path / "file"), GONE: FilePart(tmp_path / "gone")}
+    context.files[PART] = FilePart(tmp_path / "file", 2**19 - 4, 9)
     context.packed_snapshot = lambda now: pack(SEEN)
     return Transport(watch.InfoServer(context).answer)
 
@@ -53,14 +56,21 @@ async def test_who_asks_gets_manifest_snapshot_and_files_of_the_run_and_no_other
     assert await watch.request_manifest(there, "p") == ('{"ä": 1}', "a" * 128)
     assert await watch.request_snapshot(there, "p") == SEEN
     assert await watch.request_file(there, "p", DIGEST, len(CONTENT)) == CONTENT
+    assert await watch.request_file(there, "p", PART, 9) == CONTENT[2**19 - 4 :][:9]
     for digest in (sha256(b"secret").hexdigest(), GONE):
         with pytest.raises(PayloadError, match="refused: no file with that digest is here; ask"):
             await watch.request_file(there, "p", digest, 9)
 
 
-async def test_an_asker_gets_only_so_many_bytes_of_files(
+async def test_an_asker_gets_a_base_twice_and_only_so_many_bytes_of_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "FILE_BYTES", 0)
+    there = info(tmp_path)
+    for _ in range(2):
+        await watch.request_file(there, "p", PART, 9)
+    with pytest.raises(PayloadError, match="enough files were sent for a while"):
+        await watch.request_file(there, "p", PART, 9)
     monkeypatch.setattr(watch, "FILE_BYTES", 2 * len(CONTENT))
     there = info(tmp_path)
     for _ in range(2):

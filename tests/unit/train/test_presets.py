@@ -74,7 +74,7 @@ def started(base: Path) -> Config:
 
 
 def test_an_adapter_is_of_one_base_only(tmp_path: Path) -> None:
-    """One tensor that differs is enough; and the base does not travel."""
+    """One tensor that differs is enough."""
     model = small_model(max_position_embeddings=256)
     models.save(model, tmp_path / "base")
     config = started(tmp_path / "base")
@@ -87,7 +87,7 @@ def test_an_adapter_is_of_one_base_only(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="an adapter fits only its own base"):
         start_files.keep(other, models.build(other.model, 0))
     nowhere = config.model.model_copy(update={"directory": None, "path": None})
-    with pytest.raises(ConfigError, match=r"do not travel; set model\.directory"):
+    with pytest.raises(ConfigError, match=r"are not here; set model\.directory"):
         models.build(nowhere, 0)
 
 

@@ -1,0 +1,108 @@
+"""The base of an adapter as peers give it to joiners: files of a model directory, in parts.
+
+`model.base` is the SHA-256 of the index: by file its bytes, and the SHA-256 of each part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from diloco.config import Config
+from diloco.errors import SwarmError
+from diloco.rundir.files import files_of, origin_of
+from diloco.swarm.context import FilePart
+from diloco.text import one_line
+
+PART_BYTES = 2**24
+MAX_INDEX_BYTES = 2**20  # of 250 GB
+FILE = (  # what transformers reads; consolidated.safetensors is a second copy
+    r"^(?:(?:config|generation_config|model\.safetensors\.index)\.json"
+    r"|(?!consolidated)[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.safetensors)\Z"
+)
+PART = r"^[0-9a-f]{64}\Z"
+Parts = tuple[Annotated[int, Meta(ge=1, le=2**48)], list[Annotated[str, Meta(pattern=PART)]]]
+Index = dict[Annotated[str, Meta(pattern=FILE)], Parts]
+
+
+def index_of(directory: Path) -> bytes:
+    """The index of the model in a directory: its canonical JSON."""
+    files = [file for file in directory.iterdir() if re.match(FILE, file.name)]
+    sizes = {file: file.stat().st_size for file in files}
+    index = {file.name: (size, _digests(file, size)) for file, size in sizes.items()}
+    return msgspec.json.encode(index, order="sorted")
+
+
+def index_place(config: Config) -> Path:
+    return origin_of(config) / "base.json"
+
+
+def saved_index(config: Config) -> Index | None:
+    """The index, if this peer has it. `SwarmError` if the run's is none."""
+    place = index_place(config)
+    content = place.read_bytes() if place.is_file() else b""
+    if sha256(content).hexdigest() != config.model.base:
+        return None
+    try:
+        index = msgspec.json.decode(content, type=Index)
+        for name, (nbytes, digests) in index.items():
+            most = 1 if name.endswith(".json") else len(digests)
+            if len(range(0, nbytes, PART_BYTES)) != len(digests) or len(digests) > most:
+                raise ValueError(f"{name} has {nbytes} bytes in {len(digests)} parts")
+    except (ValueError, RecursionError) as error:  # MsgspecError is a ValueError
+        why = f"model.base of the run lists no files of a model ({one_line(error)})"
+        raise SwarmError(f"{why}; join no such run") from None
+    return index
+
+
+def parts_of(index: Index, directory: Path) -> Iterator[tuple[str, FilePart]]:
+    """Digest and place of each part."""
+    for name, (nbytes, digests) in index.items():
+        for digest, at in zip(digests, range(0, nbytes, PART_BYTES), strict=True):
+            yield digest, FilePart(directory / name, at, min(PART_BYTES, nbytes - at))
+
+
+def missing(index: Index, directory: Path) -> dict[str, list[FilePart]]:
+    """The parts that are not in the directory, by digest."""
+    found, there = dict[str, list[FilePart]](), list[str]()
+    for name, (nbytes, _) in index.items():
+        there += _digests(directory / name, nbytes)
+    for (digest, part), here in zip(parts_of(index, directory), there, strict=True):
+        if here != digest:
+            found.setdefault(digest, []).append(part)
+    return found
+
+
+def served(config: Config) -> dict[str, FilePart]:
+    """What a peer gives to joiners, by digest: the small files, and the base if it is here."""
+    small = {digest: FilePart(file) for digest, file in files_of(config).items()}
+    index, here = saved_index(config), Path(config.model.directory or "")
+    if index is None:
+        return small
+    files = {here / name: nbytes for name, (nbytes, _) in index.items()}
+    if any(not file.is_file() or file.stat().st_size != size for file, size in files.items()):
+        return small
+    small[str(config.model.base)] = FilePart(index_place(config))
+    return small | dict(parts_of(index, here))
+
+
+def _digests(file: Path, nbytes: int) -> list[str]:
+    """The SHA-256 of each part; of what is not there, that of nothing."""
+
+    def digest(offset: int) -> str:
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            return sha256(opened.read(PART_BYTES)).hexdigest()
+
+    offsets = range(0, nbytes, PART_BYTES)
+    if not file.is_file():
+        return [""] * len(offsets)
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(digest, offsets))

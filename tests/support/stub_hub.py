@@ -38,7 +38,10 @@ class StubHub:
             return 503, {}, b"out of order"
         if method == "POST":
             return _json(self._upload(parts[1:], body))
-        owner, name, *rest = parts[2:] if parts[0] == "api" else parts
+        named = parts[2:] if parts[0] == "api" else parts
+        if len(named) < 2:
+            return _error(404, "EntryNotFound", "")
+        owner, name, *rest = named
         what, at, *file = rest or ("revision", "main")
         if f"{owner}/{name}" != NAME:
             return _error(401, "RepoNotFound", "Repository not found")

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
@@ -35,8 +36,8 @@ Index = dict[Annotated[str, Meta(pattern=FILE)], Parts]
 def index_of(directory: Path) -> bytes:
     """The index of the model in a directory: its canonical JSON."""
     files = [file for file in directory.iterdir() if re.match(FILE, file.name)]
-    sizes = {file: file.stat().st_size for file in files}
-    index = {file.name: (size, _digests(file, size)) for file, size in sizes.items()}
+    cut = {file: _cut(file, file.stat().st_size) for file in files}
+    index = {file.name: (file.stat().st_size, _digests(parts)) for file, parts in cut.items()}
     return msgspec.json.encode(index, order="sorted")
 
 
@@ -62,19 +63,16 @@ def saved_index(config: Config) -> Index | None:
     return index
 
 
-def parts_of(index: Index, directory: Path) -> Iterator[tuple[str, FilePart]]:
+def parts_of(index: Index, directory: Path) -> list[tuple[str, FilePart]]:
     """Digest and place of each part."""
-    for name, (nbytes, digests) in index.items():
-        for digest, at in zip(digests, range(0, nbytes, PART_BYTES), strict=True):
-            yield digest, FilePart(directory / name, at, min(PART_BYTES, nbytes - at))
+    cut = ((digests, _cut(directory / name, size)) for name, (size, digests) in index.items())
+    return [pair for digests, parts in cut for pair in zip(digests, parts, strict=True)]
 
 
 def missing(index: Index, directory: Path) -> dict[str, list[FilePart]]:
     """The parts that are not in the directory, by digest."""
-    found, there = dict[str, list[FilePart]](), list[str]()
-    for name, (nbytes, _) in index.items():
-        there += _digests(directory / name, nbytes)
-    for (digest, part), here in zip(parts_of(index, directory), there, strict=True):
+    found, parts = dict[str, list[FilePart]](), parts_of(index, directory)
+    for (digest, part), here in zip(parts, _digests(one for _, one in parts), strict=True):
         if here != digest:
             found.setdefault(digest, []).append(part)
     return found
@@ -93,16 +91,19 @@ def served(config: Config) -> dict[str, FilePart]:
     return small | dict(parts_of(index, here))
 
 
-def _digests(file: Path, nbytes: int) -> list[str]:
-    """The SHA-256 of each part; of what is not there, that of nothing."""
+def _cut(file: Path, size: int) -> list[FilePart]:
+    offsets = range(0, size, PART_BYTES)
+    return [FilePart(file, offset, min(PART_BYTES, size - offset)) for offset in offsets]
 
-    def digest(offset: int) -> str:
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            return sha256(opened.read(PART_BYTES)).hexdigest()
 
-    offsets = range(0, nbytes, PART_BYTES)
-    if not file.is_file():
-        return [""] * len(offsets)
+def _digests(parts: Iterable[FilePart]) -> list[str]:
+    """The SHA-256 of each part; empty for one of a file that is not there."""
+
+    def digest(part: FilePart) -> str:
+        with suppress(FileNotFoundError), part.path.open("rb") as file:
+            file.seek(part.offset)
+            return sha256(file.read(PART_BYTES)).hexdigest()
+        return ""
+
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(digest, offsets))
+        return list(pool.map(digest, parts))

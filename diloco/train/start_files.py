@@ -11,7 +11,6 @@ with the manifest.
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +40,6 @@ from diloco.swarm.wire.gate import Gate
 MAX_TOKENIZER_BYTES = 2**26
 HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
 
-logger = logging.getLogger(__name__)
 Values = Mapping[str, object]
 Ask = Callable[..., Coroutine[Any, Any, None]]
 
@@ -171,8 +169,7 @@ def _base_of_hub(config: Config) -> Path | None:
         return None if config.model.revision is None else _base_of(config)
     except TermsError:
         raise
-    except DataError as error:
-        logger.info("%s; the run's peers are asked for it", error)
+    except DataError:  # nobody answers there, or not with this model
         return None
 
 
@@ -186,29 +183,19 @@ def _base_of_peers(config: Config, ask: Ask, told: Callable[[int, int], None]) -
     if lacking > free:
         text = f"run.dir={config.run.dir} has room for {free} bytes, and the base needs {lacking}"
         raise ConfigError(f"{text}; free some, choose another run.dir, or set model.directory")
-    done = total - lacking
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        told(done, total)
-
     if parts:
-        count(0)
         wanted = {digest: (places, places[0].nbytes or 0) for digest, places in parts.items()}
-        asyncio.run(ask(wanted, total, told=count))
+        asyncio.run(ask(wanted, lacking, told=lambda left: told(total - left, total)))
     return place
 
 
 def _index(config: Config, ask: Ask) -> base_files.Index:
-    index = base_files.saved_index(config)
-    if index is None:
-        shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
-        file, most = FilePart(base_files.index_place(config)), base_files.MAX_INDEX_BYTES
-        asyncio.run(ask({config.model.base: ([file], most)}, most))
-        index = base_files.saved_index(config)
-        assert index is not None
-    return index
+    if (index := base_files.saved_index(config)) is not None:
+        return index
+    shutil.rmtree(origin_of(config), ignore_errors=True)  # of an earlier run of that name
+    file, most = FilePart(base_files.index_place(config)), base_files.MAX_INDEX_BYTES
+    asyncio.run(ask({config.model.base: ([file], most)}, most))
+    return base_files.saved_index(config) or {}
 
 
 def check_start(config: Config, model: nn.Module) -> None:

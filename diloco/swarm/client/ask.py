@@ -175,10 +175,10 @@ async def fetch_files(
     most_bytes: int,
     identity_path: Path | None,
     gate: Gate | None,
-    told: Callable[[int], None] = lambda nbytes: None,
+    told: Callable[[int], None] = lambda left: None,
 ) -> None:
     """Fetch files and parts of files from several peers at these addresses at once, `most_bytes` in
-    all; each is written whole or not at all. `told` gets the bytes of each.
+    all; each is written whole or not at all. `told` gets how many of those are left.
 
     `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or
     permission.
@@ -203,9 +203,9 @@ async def fetch_files(
                     continue
             failures = 0
             if left.pop(digest, None) is not None:  # at the end several peers send the same part
-                most_bytes -= len(content)
                 _write(places, content)
-                told(len(content) * len(places))
+                most_bytes -= len(content) * len(places)
+                told(most_bytes)
 
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         tasks = [asyncio.create_task(ask(peer)) for peer in visitor.seeds]

@@ -224,7 +224,8 @@ def _terms(
     model = needed.get("model", f"{manifest.model.name}, random weights")
     model += f", {human_count(parameters)} parameters"
     if base:
-        model += f", with a base of {human_bytes(base)} from the hub or the run's peers"
+        place = "the run's peers" if manifest.model.path is None else "the hub or the run's peers"
+        model += f", with a base of {human_bytes(base)} from {place}"
     elif manifest.model.weights is not None and manifest.model.adapter == "none":
         model += ", whose weights come from the run's peers"
     tokenizer = needed.get("tokenizer", "bytes")

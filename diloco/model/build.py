@@ -187,13 +187,17 @@ def _check_saved(settings: ModelConfig) -> None:
 
 
 def _refuse_absurd(config: object, place: str) -> None:
-    """Raises ConfigError for a number that no model has: transformers makes lists of some."""
+    """Raises ConfigError for a number that no model has, as transformers makes lists of some, and
+    for kernels of the hub, which it would fetch and run."""
     if not isinstance(config, Mapping):
         return
     for key, value in flatten(config):
         if type(value) is int and abs(value) > MAX_CONFIG_NUMBER and "rope" not in key:
             most = f"more than {MAX_CONFIG_NUMBER}, and no model has so many"
             raise ConfigError(f"{place}.{key}: {value} is {most}")
+        if "_implementation" in key and "/" in str(value):
+            why = "is code of the hub, which no model here runs"
+            raise ConfigError(f"{place}.{key}: {value} {why}; drop it, and use train.attention")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from fnmatch import fnmatch
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -156,11 +157,15 @@ def fetch(
 
 
 def base_bytes(config: Config, addresses: Sequence[str], gate: Gate, identity: Path) -> int:
-    """Bytes of the base that this peer has to fetch; 0 if it has one, or no peer tells."""
-    if config.model.base is not None and config.model.directory is None:
-        ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
-        with suppress(SwarmError):
-            return sum(nbytes for nbytes, _ in _index(config, ask).values())
+    """Bytes of the base that this peer has to fetch; 0 if it has one, or no peer tells. Nothing in
+    `run.dir` changes: the volunteer may say no."""
+    if config.model.base is None or config.model.directory is not None:
+        return 0
+    ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
+    with TemporaryDirectory(prefix="diloco-") as scratch, suppress(SwarmError):
+        run = config.run.model_copy(update={"dir": Path(scratch)})
+        index = _index(config.model_copy(update={"run": run}), ask)
+        return sum(nbytes for nbytes, _ in index.values())
     return 0
 
 

@@ -230,6 +230,20 @@ def test_numbers_that_no_model_has_are_refused(
             load(pretrained)
 
 
+@pytest.mark.parametrize("value", ["org/kernel", {"": "org/kernel@main"}])
+def test_a_config_names_no_kernels_of_the_hub(saved: Path, tmp_path: Path, value: Any) -> None:
+    """Transformers would fetch and run them; a manifest, or a base, may be somebody else's."""
+    names = r"attn_implementation.*: org/kernel.* is code of the hub.*; drop it"
+    with pytest.raises(ConfigError, match=names):
+        models.config_of(settings(attn_implementation=value))
+    shutil.copytree(saved, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = {**json.loads(file.read_text()), "attn_implementation": value}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=names):
+        models.build(ModelConfig(name="pretrained", path=str(tmp_path / "model")), 0)
+
+
 ROWS = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
 
 

@@ -120,7 +120,18 @@ def test_a_fetch_that_broke_goes_on(
     swarm.breaks = lambda call: call % 3 > 0  # twice in a row
     start_files.fetch(mine, ["@x"])
     assert len(first) == 3 and sorted(first + swarm.asked["donor"]) == sorted(parts_of(starter))
-    assert start_files.base_bytes(mine, [], Any, tmp_path) > 0, "as the terms say, from the index"
+
+
+def test_the_size_of_a_base_is_known_before_anything_of_an_earlier_run_goes(
+    starter: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, _ = joiner(starter, tmp_path / "joiner"), Swarm(monkeypatch, donor=starter)
+    base_files.index_place(mine).parent.mkdir(parents=True)
+    base_files.index_place(mine).write_text("of an earlier run")
+    place = Path(str(starter.model.directory))
+    nbytes = sum((place / name).stat().st_size for name in base_files.saved_index(starter) or ())
+    assert start_files.base_bytes(mine, ["@x"], Any, tmp_path) == nbytes > 0
+    assert base_files.index_place(mine).read_text() == "of an earlier run"
 
 
 SHA = "ab" * 32

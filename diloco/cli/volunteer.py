@@ -25,6 +25,7 @@ from diloco.rundir.files import data_home, exclusive
 from diloco.swarm.wire.identity import own_id
 from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
+from diloco.train.gradients import check_base
 from diloco.train.machine import Machine, MemoryNeed, fit_micro_batch, memory_need
 
 PEERS_PER_MACHINE = 64
@@ -112,8 +113,9 @@ def fit_to_machine(
 ) -> tuple[MemoryNeed, int]:
     """The memory for training in a swarm of `peers`, and sequences that a rank computes at a time.
 
-    Raises `ConfigError` if not even one sequence fits.
+    Raises `ConfigError` if not even one sequence fits, or `train.base` cannot be had.
     """
+    check_base(config)
     need = memory_need(config, machine, peers, ranks, config.train.parallel == "fsdp")
     fitting = fit_micro_batch(need, machine, max(1, config.inner.batch_size // ranks))
     return need, config.train.micro_batch or fitting

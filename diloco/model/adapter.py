@@ -100,16 +100,9 @@ def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
     Dettmers et al. 2023, arXiv:2305.14314, section 3); nothing for a model without adapter.
 
     In the 16 bits of autocast its products are those of fp32 weights. In 4 bits they are computed
-    with `precision`. Raises ConfigError for nf4 without an adapter or `bitsandbytes`.
+    with `precision`, by `bitsandbytes`.
     """
-    if form == "nf4":
-        if not has_adapter(model):
-            raise ConfigError("train.base=nf4 is for a base that is frozen; add adapter=lora")
-        try:
-            bnb = import_module("bitsandbytes.nn")
-        except ImportError:
-            remedy = "pip install 'diloco[qlora]'"
-            raise ConfigError(f"train.base=nf4 needs bitsandbytes; {remedy}") from None
+    bnb: Any = import_module("bitsandbytes.nn") if form == "nf4" else None
     for parent, name, layer in base_layers(model):
         if form != "nf4" or layer.in_features % NF4_BLOCK:  # kernels need whole blocks
             layer.to(DTYPES[precision if form == "nf4" else form])

@@ -10,6 +10,7 @@ Weights, gradients and moments are fp32 in all of them, and so is what the swarm
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -43,13 +44,24 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 def base_form(config: Config, precision: str) -> str:
     """`train.base`, with `auto` resolved: FSDP2 gathers weights of one dtype only."""
     train = config.train
-    if train.base == "nf4" and train.parallel == "fsdp":
-        raise ConfigError("train.base=nf4 cannot be cut into rows; use train.parallel=ddp")
     return train.base if train.base != "auto" else precision if train.parallel == "ddp" else "fp32"
+
+
+def check_base(config: Config) -> None:
+    """Raises ConfigError if a base cannot lie here as `train.base` says; nothing is loaded yet."""
+    if config.train.base != "nf4":
+        return
+    if config.model.adapter == "none":
+        raise ConfigError("train.base=nf4 is for a base that is frozen; add adapter=lora")
+    if config.train.parallel == "fsdp":
+        raise ConfigError("train.base=nf4 cannot be cut into rows; use train.parallel=ddp")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("train.base=nf4 needs bitsandbytes; pip install 'diloco[qlora]'")
 
 
 def place(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """The model on the device, where the base of an adapter lies as `train.base` says."""
+    check_base(config)
     precision = precision_of(config, device)
     models.shrink_base_(model, base_form(config, precision), precision)
     return model.to(device)

@@ -32,7 +32,7 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OUTER_OPTIMIZERS
 from diloco.text import human_count
-from diloco.train.gradients import autocast, base_form, place
+from diloco.train.gradients import autocast, base_form, check_base, place
 from diloco.train.optimizer import moment_numel
 
 GIB = 2**30
@@ -125,6 +125,8 @@ def _rows(
         shrunk = sum(one.weight.numel() for _, _, one in models.base_layers(model))
         nbytes = FP32 * frozen - (FP32 - BASE_BYTES[base_form(config, precision)]) * shrunk
         yield Row("weights that are frozen", "device", part * nbytes, None)
+        loaded = FP32 * frozen - (0 if accelerator else nbytes)
+        yield Row("the same, in fp32, while they are loaded", "main", loaded, None)
     yield row("weights", "device", FP32 * part)
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)
@@ -260,6 +262,7 @@ def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
     peers = None if config.swarm.initial_peers else config.swarm.min_peers
     machine, complaint, micro_batch = machine_at(ranks.device, config.train.threads), "", rows
     try:
+        check_base(config)
         need = memory_need(config, machine, peers, ranks.size, ranks.sharded)
         micro_batch = fit_micro_batch(need, machine, rows)
         used = need.main_bytes

@@ -1,7 +1,6 @@
 """Every way of taking outer steps in the simulator, the small twins of the papers, and adapters."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from diloco import model as models
+from diloco.attach.ranks import RankGroup
+from diloco.cli.volunteer import fit_to_machine
 from diloco.config import Config, choices, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.model import evaluating
 from diloco.sim.run import simulate
 from diloco.train import start_files
 from diloco.train.gradients import autocast, place
+from diloco.train.machine import fit_to_memory, inspect_machine
 from tests.support.models import small_model
 from tests.support.simulated import PRESETS, RUNS, digests, name_of, simulated
 
@@ -143,16 +145,21 @@ def test_a_base_in_4_bits_trains_its_adapter_and_only_that_is_written() -> None:
 @pytest.mark.parametrize(
     "typed, text",
     [
-        (["train.base=nf4"], r"train\.base=nf4 is for a base that is frozen; add adapter=lora"),
-        (["adapter=qlora", "train.parallel=fsdp"], r"train\.base=nf4 .*; use train\.parallel=ddp"),
+        (["train.base=nf4"], "train.base=nf4 is for a base that is frozen; add adapter=lora"),
+        (["adapter=qlora", "train.parallel=fsdp"], "train.base=nf4 .*; use train.parallel=ddp"),
+        (["adapter=qlora"], "train.base=nf4 needs bitsandbytes; pip install 'diloco.qlora.'"),
     ],
 )
-def test_what_cannot_lie_in_4_bits_is_one_line(typed: list[str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        placed(*typed)
-
-
-def test_a_base_in_4_bits_names_the_package_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes; pip install 'diloco\[qlora\]'"):
-        placed("adapter=qlora")
+def test_what_cannot_lie_in_4_bits_is_one_line_before_anything_is_loaded(
+    typed: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a joiner, before it fetches a base."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config, here = compose(["train.device=cpu", *typed]), RankGroup(torch.device("cpu"))
+    for ask in (
+        lambda: fit_to_memory(config, here),
+        lambda: fit_to_machine(config, inspect_machine("cpu")),
+        lambda: placed(*typed),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            ask()

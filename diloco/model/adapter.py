@@ -27,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
     """Freeze a causal LM, and put the adapter of `model.adapter` on it; nothing for `none`.
 
+    It is fp32, and depends on the base for DoRA only: peers may have one in other dtypes.
     Raises ConfigError: the model has no such layers, or `peft` is not installed.
     """
     if settings.adapter == "none":
@@ -55,9 +56,20 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             default_generator.manual_seed(seed)
             model_any.add_adapter(recipe)
+            default_generator.manual_seed(seed)  # peft has rounded to the dtype of the base
+            for _, layer in _adapter_layers(model):
+                for one in layer.parameters():
+                    one.data = one.data.float() if one.requires_grad else one.data
+                layer.reset_lora_parameters("default", True)
     except ValueError as error:
         what = f"model.adapter_targets={','.join(named)}: {one_line(error).rstrip('.')}"
         raise ConfigError(f"{what}; name layers of the model, or all-linear") from error
+
+
+def _adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, one) for name, one in model.named_modules() if isinstance(one, BaseTunerLayer)]
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -95,6 +107,14 @@ def base_layers(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
                 yield parent, name, layer
 
 
+def widen_(model: nn.Module) -> None:
+    """fp32 for all but the `base_layers`, which `shrink_base_` puts into another form anyway."""
+    others = {*model.modules()} - {layer for _, _, layer in base_layers(model)}
+    for module in others:
+        for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            one.data = one.data.float() if one.is_floating_point() else one.data
+
+
 def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
     """Have the base below an adapter lie in 16 bits, or in 4 once it is moved to a device (`nf4`:
     Dettmers et al. 2023, arXiv:2305.14314, section 3); nothing for a model without adapter.
@@ -122,12 +142,9 @@ def merge_adapter_(model: nn.Module) -> None:
     """Add the adapter's product to the base, and take the adapter away; nothing without one."""
     if not has_adapter(model):
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer.get_base_layer())
+    for name, layer in _adapter_layers(model):
+        layer.merge()
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.get_base_layer())
     model._hf_peft_config_loaded = False  # type: ignore[assignment]
     model.peft_config = {}  # type: ignore[assignment]

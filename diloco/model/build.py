@@ -26,7 +26,7 @@ from diloco.config import ModelConfig, flatten
 from diloco.config.model_data import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
-from diloco.model.adapter import add_adapter_
+from diloco.model.adapter import add_adapter_, widen_
 from diloco.model.cross_entropy import prepare_head_
 from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
@@ -44,8 +44,10 @@ def build(
     *,
     tokenizer: Vocabulary | None = None,
     sequence_length: int | None = None,
+    narrow: bool = False,
 ) -> nn.Module:
-    """A causal LM on the CPU, in training mode, with fp32 parameters.
+    """A causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, the frozen
+    linear layers of a LoRA's base are as they were saved, mapped from the file: for `shrink_base_`.
 
     The weights depend only on `seed` and the installed torch. The global RNG state has no influence
     and stays as it is.
@@ -60,9 +62,11 @@ def build(
             _check_saved(settings)
         loaded: Any = load(directory_of(settings), key="model.path")
         check_fit(loaded.config, tokenizer, sequence_length, "model.path")
-        model: nn.Module = loaded.float().train()
+        narrow = narrow and settings.adapter == "lora"
+        model: nn.Module = loaded.train() if narrow else loaded.float().train()
         prepare_head_(model)
         add_adapter_(model, settings, seed)
+        widen_(model)
         return model
     if settings.adapter != "none" and settings.weights is not None:
         raise ConfigError(

@@ -125,8 +125,10 @@ def _rows(
         shrunk = sum(one.weight.numel() for _, _, one in models.base_layers(model))
         nbytes = FP32 * frozen - (FP32 - BASE_BYTES[base_form(config, precision)]) * shrunk
         yield Row("weights that are frozen", "device", part * nbytes, None)
-        loaded = FP32 * frozen - (0 if accelerator else nbytes)
-        yield Row("the same, in fp32, while they are loaded", "main", loaded, None)
+        # `build` maps the others from their files
+        is_mapped = config.model.adapter == "lora" and (config.model.path or config.model.weights)
+        loaded = FP32 * (frozen - (shrunk if is_mapped else 0)) - (0 if accelerator else nbytes)
+        yield Row("the same, while they are loaded", "main", max(0.0, loaded), None)
     yield row("weights", "device", FP32 * part)
     yield row("gradients", "device", FP32 * part)
     yield row("inner optimizer", "device", moments * part)

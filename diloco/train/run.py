@@ -163,7 +163,9 @@ def _model(
 ) -> tuple[nn.Module, dict[str, object]]:
     """The model on this rank's device, and how it computes, for the log."""
     length = config.data.sequence_length
-    model = models.build(config.model, config.run.seed, tokenizer=tokenizer, sequence_length=length)
+    model = models.build(
+        *(config.model, config.run.seed), tokenizer=tokenizer, sequence_length=length, narrow=True
+    )
     if ranks.is_rank0:
         start_files.keep(config, model)
     model = place(model, config, ranks.device)

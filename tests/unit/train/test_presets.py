@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,25 @@ def test_a_base_in_16_bits_has_the_gradients_of_autocast_in_half_the_memory() ->
     assert ours and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert bytes_of(small) < 0.6 * bytes_of(whole)
+
+
+def test_a_base_saved_in_16_bits_is_loaded_so_and_has_the_adapter_of_all_others(
+    tmp_path: Path,
+) -> None:
+    saved: Any = models.build(compose([]).model, 0).bfloat16()
+    saved.save_pretrained(tmp_path / "base")
+    config = started(tmp_path / "base")
+    narrow, wide = (models.build(config.model, 0, narrow=narrow) for narrow in (True, False))
+    assert bytes_of(narrow) < 0.7 * bytes_of(wide)
+    start_files.keep(config, narrow)  # the digest of its values is the same
+    trained = {name: one for name, one in wide.named_parameters() if one.requires_grad}
+    ours = dict(narrow.named_parameters())
+    assert trained and all(torch.equal(ours[name], one) for name, one in trained.items())
+    mixed = compose(["train.device=cpu", "train.precision=bf16", "adapter=lora"])
+    for model in (narrow, wide):
+        place(model, mixed, torch.device("cpu"))
+    assert all(torch.equal(ours[name], one) for name, one in wide.named_parameters())
+    gradients_at(narrow, mixed)
 
 
 def test_a_base_in_4_bits_trains_its_adapter_and_only_that_is_written() -> None:

@@ -61,7 +61,9 @@ def with_origin(config: Config, run_dir: Path | None = None) -> Config:
     """The configuration of a peer that has only `run.dir/origin`; `run_dir` is where it is now."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
     has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
-    place = _base_of(config) if has_model and config.model.adapter != "none" else origin
+    place = origin
+    if has_model and config.model.adapter != "none" and not (place := _base_of(config)).is_dir():
+        place = origin / "base"  # which has moved with its run
     model, tokenizer = (
         {"directory": str(place)},
         {"tokenizer_directory": str(origin / "tokenizer")},

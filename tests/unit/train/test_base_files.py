@@ -106,6 +106,8 @@ def test_parts_come_from_several_peers_and_a_wrong_one_from_another(
     assert donors[0][0] != donors[1][0], "each begins with another part"
     assert base_files.served(config).keys() == base_files.served(starter).keys()
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 2**16
+    moved = (tmp_path / "joiner").rename(tmp_path / "moved")
+    assert start_files.with_origin(config, moved).model.directory == f"{moved}/origin/base"
 
 
 def test_a_fetch_that_broke_goes_on(

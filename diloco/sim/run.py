@@ -43,7 +43,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
-from diloco.train.gradients import place
+from diloco.train.gradients import autocast, place
 from diloco.train.optimizer import inner_optimizer
 from diloco.train.reporter import Reporter
 
@@ -125,7 +125,8 @@ class Simulation:
         )
         self.model = place(model, config, self.ranks.device)
         if config.data.has_conversations:
-            models.check_segments(self.model)
+            with autocast(config, self.ranks.device):
+                models.check_segments(self.model)
         self.evaluated: dict[str | None, float | None] = {}
         self.peers: dict[int, SimPeer] = {}
         self.summaries: list[Summary] = []

@@ -47,7 +47,7 @@ from diloco.train.checkpoint import (
     write_address,
 )
 from diloco.train.data_parallel import DataParallel
-from diloco.train.gradients import place, precision_of, prepare_
+from diloco.train.gradients import autocast, place, precision_of, prepare_
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
 from diloco.train.optimizer import inner_optimizer
@@ -170,7 +170,8 @@ def _model(
         start_files.keep(config, model)
     model = place(model, config, ranks.device)
     if config.data.has_conversations:
-        models.check_segments(model)
+        with autocast(config, ranks.device):
+            models.check_segments(model)
     return model, prepare_(model, config, ranks.device)
 
 

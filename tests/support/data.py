@@ -34,6 +34,13 @@ def written(directory: Path, files: dict[str, str | bytes]) -> Path:
     return directory
 
 
+def chats(place: Path) -> Path:
+    """400 conversations of a turn each."""
+    rows = [{"prompt": f"{n} + {n} = ", "completion": f"{2 * n}"} for n in range(400)]
+    place.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return place
+
+
 def hub_directory(place: Path) -> Path:
     """A dataset directory as on the hub, named corpus: 4 files of 30 rows, in a split named
     train."""

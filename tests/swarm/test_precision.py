@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.peers import command
+from tests.support.data import chats
+from tests.support.peers import command, train_here
 from tests.support.slow import slow
 
 RANKS = """
@@ -48,3 +49,12 @@ def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(
         started.done()
     found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert found == ["False 65536.0/True 32768.0/False 32768.0"] * 2
+
+
+def test_a_peer_learns_conversations_in_bf16_on_a_base_in_4_bits(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    data = f"data=chat data.path={chats(tmp_path / 'chats.jsonl')} data.sequence_length=64"
+    settings = "experiment=smoke adapter=qlora train.precision=bf16 budget.outer_steps=2"
+    summary = train_here(tmp_path / "run", settings, data)
+    assert summary["outer_steps"] == 2
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()

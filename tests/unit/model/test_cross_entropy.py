@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
+from diloco.config import ModelConfig
 from diloco.data.conversations import Sample, pack
+from diloco.errors import ConfigError
 from diloco.model.cross_entropy import cross_entropy
 from tests.support.models import small_model
 
@@ -145,6 +147,23 @@ def test_models_that_change_their_logits_keep_them_whole(
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]
     whole = model(input_ids=tokens, labels=tokens).loss.item()
     assert models.loss(model, tokens).item() == pytest.approx(whole, rel=1e-6)
+
+
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MAMBA = {"state_size": 8, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("model_type", "config"), [("opt", OPT), ("mamba", MAMBA)])
+def test_a_model_in_which_packed_conversations_see_each_other_is_refused(
+    model_type: str, config: Any, bf16: bool
+) -> None:
+    config = {"vocab_size": 256, "hidden_size": 32, **config}
+    model = models.build(ModelConfig(name="small", model_type=model_type, config=config), 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        models.check_segments(small_model())
+        with pytest.raises(ConfigError, match="lets packed conversations see each other"):
+            models.check_segments(model)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -1,6 +1,5 @@
 """Every way of taking outer steps in the simulator, the small twins of the papers, and adapters."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from diloco.sim.run import simulate
 from diloco.train import start_files
 from diloco.train.gradients import autocast, place
 from diloco.train.machine import fit_to_memory, inspect_machine
+from tests.support.data import chats
 from tests.support.models import small_model
 from tests.support.simulated import PRESETS, RUNS, digests, name_of, simulated
 
@@ -54,18 +54,12 @@ def test_the_small_twin_of_a_paper_learns(name: str, tmp_path: Path) -> None:
 pytestmark = pytest.mark.usefixtures("own_home")
 
 
-def chats(place: Path) -> Path:
-    rows = [{"prompt": f"{n} + {n} = ", "completion": f"{2 * n}"} for n in range(400)]
-    place.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return place
-
-
 def test_a_swarm_fine_tunes_an_adapter_on_conversations(tmp_path: Path) -> None:
     data = ("data=chat", f"data.path={chats(tmp_path / 'chats.jsonl')}", "data.sequence_length=64")
     sent = {}
     for adapter in ("none", "lora"):
-        overrides = (*data, f"adapter={adapter}", "model.adapter_rank=2", "local.peers=2")
-        outcome = simulated(tmp_path / adapter, *overrides)
+        overrides = (*data, f"adapter={adapter}", "model.adapter_rank=2", "train.precision=bf16")
+        outcome = simulated(tmp_path / adapter, *overrides, "local.peers=2")
         assert len(digests(outcome)) == 1
         sent[adapter] = sum(peer.bytes_sent for peer in outcome.summary.peers)
     assert sent["lora"] < sent["none"] / 2

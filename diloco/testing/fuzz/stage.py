@@ -281,7 +281,8 @@ class _Stage:
         before = [
             (life, life.work)
             for life, facts in nodes
-            if facts.trains_now and not life.hangs
+            # who has a damaged anchor may wait for somebody with a good one
+            if facts.trains_now and not life.hangs and not life.flips
             if any(frozenset((life.name, one)) not in parted for one in authors)
         ]
 

@@ -43,8 +43,8 @@ LIBRARIES_BYTES = 600e6  # torch, transformers and hivemind, with their scratch 
 CHUNK_COPIES = 2.5
 # fp32 vectors of the hidden size that a layer keeps of a token. In fp32: what autograd keeps of
 # llama models of 5M to 1B parameters, and half of it again for gradients of activations and the
-# allocator's fragmentation. Beside 16 bits an H100 took 14.6 at its peak (150M), 10.4 (400M), and 8.5
-# for a LoRA of the default targets (1B), as inputs of frozen layers are not kept.
+# allocator's fragmentation. Beside 16 bits an H100 took 14.6 at its peak (150M), 10.4 (400M), and
+# 8.5 for a LoRA of the default targets (1B), as inputs of frozen layers are not kept.
 ACTIVATION_VECTORS, MIXED_VECTORS, LORA_VECTORS = 36.0, 16.0, 10.0
 NATIVE: dict[bool, devices.Precision] = {True: "bf16", False: "fp32"}  # with an accelerator
 BASE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "nf4": models.NF4_BYTES}

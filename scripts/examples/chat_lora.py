@@ -9,9 +9,9 @@
     python scripts/examples/chat_lora.py ADDRESS 2  a third, which may come late
 
 Each machine reads its own conversations, none is sent, and only the adapter travels. Of a base on
-the hub the others fetch the same commit; this one is a directory that all have. 10 rounds,
-in a minute; the first writes the adapter to adapter/, as peft loads it, and the whole model to
-model/.
+the hub the others fetch the same commit; this one is a directory of the first, so they get it from
+their peers. 10 rounds, in a minute; the first writes the adapter to adapter/, as peft loads it, and
+the whole model to model/.
 """
 
 import json
@@ -20,7 +20,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SMALL = (
@@ -40,10 +39,8 @@ def diloco(*arguments):
 
 joins, number = sys.argv[1:2], int((*sys.argv[2:3], len(sys.argv[1:]))[0])
 place = Path(tempfile.mkdtemp())
-torch.manual_seed(0)
 shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": 0}
 shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
-LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(place / "base")
 
 sums = [(a, b) for a in range(40) for b in range(40) if (a + b) % 3 == number]
 with (place / "chats.jsonl").open("w") as file:
@@ -55,8 +52,9 @@ with (place / "chats.jsonl").open("w") as file:
 print(f"first conversation: {sums[0]}", flush=True)
 own = [f"data.path={place / 'chats.jsonl'}", "train.device=cpu"]
 if joins:
-    diloco("join", *joins, *own, f"model.directory={place / 'base'}", "--yes")
+    diloco("join", *joins, *own, "--yes")
 else:
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(place / "base")
     diloco("train", *SMALL, *own, f"model.path={place / 'base'}")
     diloco("export", "runs/chat-lora", "adapter")
     diloco("export", "runs/chat-lora", "model", "--merge")

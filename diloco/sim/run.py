@@ -120,8 +120,9 @@ class Simulation:
         self.dataset = data.load(config.data, config.run.seed)
         self.holdout = self.dataset.holdout(config.eval.sequences)
         length = config.data.sequence_length
+        tokenizer, seed = self.dataset.tokenizer, config.run.seed
         model = models.build(
-            config.model, config.run.seed, tokenizer=self.dataset.tokenizer, sequence_length=length
+            config.model, seed, tokenizer=tokenizer, sequence_length=length, narrow=True
         )
         self.model = place(model, config, self.ranks.device)
         if config.data.has_conversations:

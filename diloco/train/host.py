@@ -47,7 +47,7 @@ class Host:
             config = start_files.with_manifest(config, manifest)
             config = start_files.fetch(config, found.addresses, gate, identity)
         self.manifest = manifest
-        model = models.build(config.model, manifest.run.seed)
+        model = models.build(config.model, manifest.run.seed, narrow=True)
         start_files.keep(config, model)
         parameters = TrainedParams(model)
         outer = manifest.outer

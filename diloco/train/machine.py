@@ -360,7 +360,7 @@ def step_seconds(config: Config, micro_batch: int | None = None) -> float:
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     length, batch_size = config.data.sequence_length, config.inner.batch_size
-    model = models.build(config.model, config.run.seed, sequence_length=length)
+    model = models.build(config.model, config.run.seed, sequence_length=length, narrow=True)
     model = place(model, config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     any_model: Any = model

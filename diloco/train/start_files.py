@@ -219,7 +219,7 @@ def check_start(config: Config, model: nn.Module) -> None:
 def _model(config: Config) -> Values:
     """The settings of the model that the files hold."""
     directory = models.directory_of(config.model)
-    built = models.build(config.model, config.run.seed)
+    built = models.build(config.model, config.run.seed, narrow=True)
     frozen = models.frozen_of(built)
     if len(frozen) > MAX_FROZEN:
         raise ConfigError(

@@ -54,7 +54,6 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
     model_any: Any = model  # a PreTrainedModel
     try:
         with torch.random.fork_rng(devices=[]):
-            default_generator.manual_seed(seed)
             model_any.add_adapter(recipe)
             default_generator.manual_seed(seed)  # peft has rounded to the dtype of the base
             for _, layer in _adapter_layers(model):

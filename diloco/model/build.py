@@ -186,8 +186,10 @@ def _check_saved(settings: ModelConfig) -> None:
     """Raises ConfigError if a directory's config, which peers may have sent, is not the run's."""
     saved, ours = _saved_config(directory_of(settings)), config_of(settings)
     with torch.device("meta"), _refusals(settings):
-        if num_parameters(_from_config(saved)) != num_parameters(_from_config(ours)):
-            raise ValueError(f"model.directory={settings.directory} holds another model")
+        sizes = {num_parameters(_from_config(one)) for one in (saved, ours)}
+    if len(sizes) > 1:
+        what = f"model.directory={settings.directory} holds another model"
+        raise ConfigError(f"{what}; give the directory of that one from which the run starts")
 
 
 def _refuse_absurd(config: object, place: str) -> None:

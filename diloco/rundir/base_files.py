@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from diloco.config import Config
 from diloco.errors import SwarmError
+from diloco.messages.fields import Digest
 from diloco.rundir.files import files_of, origin_of
 from diloco.swarm.context import FilePart
 from diloco.text import one_line
@@ -28,8 +29,7 @@ FILE = (  # what transformers reads; consolidated.safetensors is a second copy
     r"^(?:(?:config|generation_config|model\.safetensors\.index)\.json"
     r"|(?!consolidated)[A-Za-z0-9][A-Za-z0-9._-]{0,63}\.safetensors)\Z"
 )
-PART = r"^[0-9a-f]{64}\Z"
-Parts = tuple[Annotated[int, Meta(ge=1, le=2**48)], list[Annotated[str, Meta(pattern=PART)]]]
+Parts = tuple[Annotated[int, Meta(ge=1, le=2**48)], list[Digest]]
 Index = dict[Annotated[str, Meta(pattern=FILE)], Parts]
 
 

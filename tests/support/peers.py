@@ -266,12 +266,15 @@ class Command:
 
         return eventually(either, what)
 
+    def says(self, pattern: str) -> str:
+        """The first match of the pattern's group in what it writes."""
+        found = self.sees(lambda: re.search(pattern, self.said, re.M), pattern)
+        assert found is not None
+        return found[1]
+
     def address(self) -> str:
         """The one that it has printed."""
-        printed = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+(?=['\n])")
-        found = self.sees(lambda: printed.search(self.stdout + self.stderr), "an address")
-        assert found is not None
-        return found[0]
+        return self.says(r"(/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)(?=['\n])")
 
     def reaches(self, version: int, run_dir: Path, *peers: str) -> None:
         """Returns when these peers, or any, have logged a step of that version."""

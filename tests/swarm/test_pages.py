@@ -1,7 +1,6 @@
 """What the pages show runs: the loop of the README, and the page of adapters."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -90,10 +89,10 @@ def test_the_commands_of_the_adapters_page_work_as_they_are_typed(
             if kind == "train":  # a test stays on the loopback
                 line = line.replace("ORG/MODEL@COMMIT", f"{NAME}@{COMMIT}")
                 starter = start(line.replace(" swarm=network", ""), "one")
-                address = saying(starter, r"^diloco join (\S+)")
+                address = starter.says(r"^diloco join (\S+)")
             elif kind == "join":
                 joiner = start(f"{line.replace('ADDRESS', address)} --yes", "two")
-                saying(joiner, r" v([1-9]\d*)/")
+                joiner.says(r" v([1-9]\d*)/")
                 joiner.interrupt().wait()
                 starter.interrupt().wait()
             else:
@@ -105,9 +104,3 @@ def test_the_commands_of_the_adapters_page_work_as_they_are_typed(
 
 def started(words: list[str], _: object, **where: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, **where)
-
-
-def saying(peer: Command, pattern: str) -> str:
-    found = peer.sees(lambda: re.search(pattern, peer.said, re.M), pattern)
-    assert found is not None
-    return found[1]

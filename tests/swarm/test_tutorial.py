@@ -1,6 +1,5 @@
 """The tutorial, typed as it stands, by two machines that are two directories."""
 
-import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,13 +31,6 @@ class Machine:
         return self.start(line).done().stdout
 
 
-def said(peer: Command, pattern: str) -> str:
-    """The first match of the pattern in what it says."""
-    found = peer.sees(lambda: re.search(pattern, peer.stdout + peer.stderr, re.M), pattern)
-    assert found is not None
-    return found[1]
-
-
 def test_the_tutorial_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, done = "ADDRESS", []
     with ExitStack() as stack:
@@ -47,15 +39,15 @@ def test_the_tutorial_works_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.M
             name = line.split()[1]
             if name == "train":  # a test stays on the loopback
                 starter = first.start(line.replace(" swarm=network", ""))
-                address = said(starter, r"^diloco join (\S+)")
+                address = starter.says(r"^diloco join (\S+)")
             elif name == "join":
                 joiner = second.start(line.replace("ADDRESS", address))
-                said(joiner, r" v([1-9]\d*)/2000 ")
+                joiner.says(r" v([1-9]\d*)/2000 ")
             elif name == "eval":
                 joiner.interrupt()
                 # "the same command again, and it comes back"
                 joiner = second.start(f"diloco join {address}")
-                said(joiner, r" v(\d+)/2000 .* training")
+                joiner.says(r" v(\d+)/2000 .* training")
                 starter.interrupt()
                 joiner.interrupt()
                 assert first.run(line)

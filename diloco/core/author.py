@@ -17,7 +17,7 @@ from diloco.ranges import NONE, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
 LOOK_S = 1.0  # between two looks whether a pause has ended
-WAITING_S = 5.0  # with a quorum: who has waited longer for another fragment may wait for ever
+WAITING_S = 5.0  # with a quorum: who waits longer, and a quarter of a round, may wait for ever
 
 
 def close(core: Facts, f: FragmentState) -> None:
@@ -38,7 +38,7 @@ def close(core: Facts, f: FragmentState) -> None:
     if not chosen or len(chosen) < need:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
-    myself = core.me in missing and core.pauses and now - core.moved_at < PAUSE_LIMIT_S
+    myself = core.me in missing and core.pauses and now - core.progress_at < PAUSE_LIMIT_S
     if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now) or myself):
         f.quorum_at = now  # the wait begins when the pause has ended
         return core.wake(now + LOOK_S)
@@ -50,7 +50,7 @@ def close(core: Facts, f: FragmentState) -> None:
         return core.wake(f.quorum_at + wait_s)
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
-    patience.slow |= _stalled(core) - here.keys()
+    patience.slow |= _stalled(core, f) - here.keys()
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
     _merge(core, f, list(chosen.values())[:MAX_LINES])
@@ -67,24 +67,25 @@ def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str,
 
 def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Member | None]:
     """Peers for which the version may wait: they train, make progress, and have nothing here."""
-    passed = {*here, *core.shunned, *_stalled(core)}
+    passed = {*here, *core.shunned, *_stalled(core, f)}
     if core.settings.barrier:
         passed |= f.patience.slow
     missing: dict[str, Member | None] = {}
+    waiting_s = max(WAITING_S, core.round_s(f) / 4)
     for one in core.members.all():
-        waits = one.status.waits and core.now - one.moved_at > WAITING_S
+        waits = one.status.waits and core.now - one.progress_at > waiting_s
         passed_over = one.peer in passed or (waits and core.settings.quorum is not None)
         if one.status.trains and not passed_over:
             missing[one.peer] = one
-    if core.me not in passed and core.trains_now and not core.stalled():
+    if core.me not in passed and core.trains_now and not core.stalled(f):
         missing[core.me] = None
     return missing
 
 
-def _stalled(core: Facts) -> set[str]:
+def _stalled(core: Facts, f: FragmentState) -> set[str]:
     """Members that train and make no progress. They are slow, as one that can never contribute
     stalls again and again: each version lets it make a few inner steps more."""
-    limits = core.now, core.settings.stall_s, core.settings.first_step_s
+    limits = core.now, core.settings.stall_s, core.first_step_s(), core.round_s(f)
     trainers = (member for member in core.members.all() if member.status.trains)
     return {member.peer for member in trainers if member.stalled(*limits)}
 

@@ -5,6 +5,7 @@ inner steps -> due -> captured, signed -> offered to the author, or to a member 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from diloco.core import lifecycle
 from diloco.core.events import Capture, Captured, Delivered, Loaded, SendPayload, Stepped
 from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState
 from diloco.messages.control import Answer, Offer
-from diloco.messages.fields import MAX_TOKENS, MAX_UNIT_RANGES, at_most
+from diloco.messages.fields import MAX_SECONDS, MAX_TOKENS, MAX_UNIT_RANGES, at_most
 from diloco.messages.heads import Line
 from diloco.ranges import difference, sound, union
 
@@ -29,7 +30,7 @@ def stepped(core: Facts, event: Stepped) -> None:
     """The training loop made an inner step."""
     settings, control = core.settings, core.control
     core.processed, core.steps = at_most(core.processed + event.tokens, MAX_TOKENS), core.steps + 1
-    core.moved_at, core.made_step, core.pauses = core.now, True, False
+    core.progress_at, core.made_step, core.pauses = core.now, True, False
     core.steps_per_s, core.changed_data = event.steps_per_s, True
     core.queue = difference(core.queue, event.units)
     if not core.begun:
@@ -141,12 +142,29 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
             core.shun(author, SHUNNED * patience_s)
             core.note("stuck", fragment=f.index, author=author, waited_s=round(now - known, 1))
         elif via == author and is_new:  # it is wanted
-            item.sent_to, item.offer_at = via, now + core.deadline_s(f.sizes.payload)
-            core.out.append(SendPayload(via, item.line, item.payload, 0))
+            item.sent_to = via
+            _send(core, item, 0)
         elif via and (item.sent_to != via or now >= item.offer_at):
             item.sent_to, item.offer_at = via, now + core.settings.refresh_s
             item.held_since, item.unanswered = known, True
-            core.send(via, Offer(item.line, min(now - item.captured_at, 1e8)))
+            core.send(via, Offer(item.line))
+
+
+def _send(core: Facts, item: Contribution, at: int) -> None:
+    """Send a payload. It is offered again if no byte of it arrives; else its stream may break."""
+    item.offer_at, item.sending_since = core.now + core.settings.deadline_s, core.now
+    item.sent_bytes = at
+    age_s = min(core.now - item.captured_at, MAX_SECONDS)
+    core.out.append(SendPayload(item.sent_to, item.line, item.payload, at, age_s))
+
+
+def moved(core: Facts, peer: str, line: Line, nbytes: int) -> None:
+    """So many bytes of a payload have arrived."""
+    item = core.fragments[line.fragment].pool.get(line.peer)
+    if item and item.line == line and item.sent_to == peer and item.sending_since < inf:
+        if line.peer == core.me:
+            core.progress(nbytes - item.sent_bytes)
+        item.offer_at, item.sent_bytes = inf, nbytes
 
 
 def offered(core: Facts, peer: str, offer: Offer) -> None:
@@ -196,10 +214,13 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
     if item and item.line.stamp == answer.stamp and item.sent_to == peer:
         wants, item.unanswered = answer.says == "want" and item.unanswered, False
         if wants:
-            item.offer_at, item.held_since = core.now + core.deadline_s(f.sizes.payload), None
-            core.out.append(SendPayload(peer, item.line, item.payload, answer.at))
-        elif answer.says == "got" and item.held_since is None:
+            item.held_since = None
+            return _send(core, item, answer.at)
+        item.offer_at = min(item.offer_at, core.now + core.settings.refresh_s)
+        if answer.says == "got" and item.held_since is None:
             item.held_since = core.now
+            f.sent_s = core.now - item.sending_since if item.sending_since < inf else f.sent_s
+        item.sending_since = inf
 
 
 def delivered(core: Facts, event: Delivered) -> bool:
@@ -209,7 +230,7 @@ def delivered(core: Facts, event: Delivered) -> bool:
         f = core.fragments[line.fragment]
         if line.peer not in f.pool and _is_full(core, f):
             f.pool.pop(_misfit(core, f), None)
-        f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now)
+        f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now - event.age_s)
         core.changed_data = core.changed_data or f is core.control
     offered(core, event.peer, Offer(line))
     enough = core.settings.quorum or core.num_trainers()
@@ -221,6 +242,7 @@ def not_sent(core: Facts, peer: str, line: Line) -> None:
     item = core.fragments[line.fragment].pool.get(line.peer)
     if item and item.line == line and item.sent_to == peer:
         item.offer_at, item.held_since = core.now + LATE_RETRY_S, None
+        item.sending_since = inf
 
 
 # -- accounts --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from diloco.messages.heads import Book, Head, Line
 
 
 class Records(Struct, frozen=True):
-    """Heads in a row, with their updates."""
+    """Heads in a row, with their updates; None stands for one that is still arriving here."""
 
     records: tuple[Record, ...]
 
@@ -74,6 +74,7 @@ class Delivered(Event, frozen=True):
     peer: str
     line: Line
     payload: Any
+    age_s: float = 0.0  # since its pseudo-gradient was taken
 
 
 class Asked(Event, frozen=True):
@@ -97,6 +98,29 @@ class Broke(Event, frozen=True):
     peer: str
     question: Get | Line
     bad: bool = False
+
+
+class Moved(Event, frozen=True):
+    """Bytes came of what a `Get` asked for, or arrived of the payload of a line: so many by now."""
+
+    peer: str
+    question: Get | Line
+    nbytes: int
+
+
+class Arriving(Event, frozen=True):
+    """The head of the record that a `Get` asked for is here, and the first part of its update."""
+
+    peer: str
+    get: Get
+    head: Head
+
+
+class Served(Event, frozen=True):
+    """The records or parts of a `Reply` were sent, or their stream broke."""
+
+    peer: str
+    get: Get
 
 
 class Stepped(Event, frozen=True):
@@ -201,6 +225,7 @@ class SendPayload(Struct, frozen=True):
     line: Line
     payload: Any
     at: int
+    age_s: float = 0.0  # since its pseudo-gradient was taken
 
 
 class AskDonor(Struct, frozen=True):

@@ -7,16 +7,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from math import inf
 from typing import Any, NamedTuple
 
 from diloco.core import history
 from diloco.core.events import Action, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
-from diloco.core.members import Members, Patience
+from diloco.core.members import STALL_STEPS, Members, Patience
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
-from diloco.messages.fields import MAX_TOKENS, Units, forget_oldest
+from diloco.messages.fields import MAX_BYTES, MAX_TOKENS, Units, at_most, forget_oldest
 from diloco.messages.heads import Book, Head, Key, Line
 from diloco.ranges import NONE
 
@@ -34,6 +35,8 @@ class Contribution:
     arrived_at: float  # whole
     captured_at: float  # its pseudo-gradient
     sent_to: str = ""  # the peer that was offered it, or sent it
+    sending_since: float = inf
+    sent_bytes: int = 0  # that are there
     unanswered: bool = False  # that peer has not said what it does with the offer
     offer_at: float = 0.0  # when it is offered again
     held_since: float | None = None  # since when that peer says that it has it
@@ -52,10 +55,11 @@ class Fetch:
     """What is asked for: whatever is newer, from `donor`; then parts of a goal, from several."""
 
     donor: str  # "": it is a pause
-    until: float
+    until: float  # `inf` while bytes come: then the stream has the deadline
     goal: Goal | None = None
     parts: dict[int, Any] = field(default_factory=dict)
     asked: dict[int, tuple[str, float]] = field(default_factory=dict)  # donor, deadline of a part
+    moved: dict[int, int] = field(default_factory=dict)  # bytes that came, by part
 
 
 class Moving(NamedTuple):
@@ -80,6 +84,8 @@ class FragmentState:
     base: str  # id of the head from which training here started
     # of others
     ahead: dict[str, Key] = field(default_factory=dict)  # who has a greater tip, and which
+    coming: dict[str, Key] = field(default_factory=dict)  # to whom a greater one is arriving
+    arriving: Head | None = None  # the next one, of whose update parts are here
     fetch: Fetch | None = None
     received: list[Record] = field(default_factory=list)  # records that are here and not applied
     moving: Moving | None = None
@@ -92,7 +98,7 @@ class FragmentState:
     # for others
     records: dict[str, Record] = field(default_factory=dict)  # the newest, by the head before
     pinned: tuple[Tip, float] | None = None  # a tip kept until then, for those who fetch its parts
-    served: tuple[str, int, float] = ("", 0, 0.0)  # the tip, how often since when
+    serving: dict[str, str] = field(default_factory=dict)  # which head is being sent, by peer
     # the next version
     pool: dict[str, Contribution] = field(default_factory=dict)  # to it, by contributor
     quorum_at: float | None = None  # since when a quorum of them is here
@@ -105,6 +111,7 @@ class FragmentState:
     draft: Line | None = None  # a contribution whose payload is being made
     steps_left: int | None = None  # inner steps until it needs a head; None: it has not sent
     loading: bool = False
+    sent_s: float = 0.0  # that sending the last contribution took
     discarded: int = 0  # tokens that were counted as discarded
 
     @property
@@ -188,7 +195,8 @@ class Facts:
     position: int = 0  # inner steps of this cycle
     cycle: int = field(init=False)  # how many there are in one
     steps_per_s: float = 0.0
-    moved_at: float = field(init=False)  # when it made a step, or got the first head after one
+    moved: int = 0  # bytes for this peer's own training (`Status.moved`)
+    progress_at: float = field(init=False)  # the last step, byte moved, or first head after a step
     made_step: bool = True
     begun: bool = False  # it is in step with the others
     assembled: bool = False  # so were all who are here
@@ -223,7 +231,7 @@ class Facts:
 
     def __post_init__(self) -> None:
         self.cycle, self.min_peers = self.settings.sync_every, self.settings.min_peers
-        self.moved_at = self.lease_again = self.listened_at = self.now
+        self.progress_at = self.lease_again = self.listened_at = self.now
         self.settled_at = self.now + self.settings.settle_s
 
     @property
@@ -235,6 +243,11 @@ class Facts:
     def control(self) -> FragmentState:
         """The fragment whose book has the swarm clock and the data."""
         return self.fragments[CONTROL]
+
+    def arriving(self) -> dict[int, Key]:
+        """The versions of which parts are here, and more are coming, by fragment."""
+        fetching = (f for f in self.fragments if f.fetch and f.fetch.donor and not f.fetch.goal)
+        return {f.index: f.arriving.key for f in fetching if f.arriving}
 
     def over(self, tip: Tip) -> bool:
         """Whether the run ends with that head, as planned, or as nothing is greater. A round in
@@ -273,24 +286,39 @@ class Facts:
         """Whether nobody has begun, and fewer are here than this peer is to begin with."""
         return len(self.members) + 1 < self.min_peers and not self.began()
 
-    def stalled(self) -> bool:
+    def first_step_s(self) -> float:
+        """How long a first step may take: where the others' take longer, ten of theirs."""
+        paces = [self.steps_per_s, *(member.status.steps_per_s for member in self.members.all())]
+        fastest = max(paces, default=0.0)
+        return max(self.settings.first_step_s, STALL_STEPS / fastest if fastest else 0.0)
+
+    def stalled(self, f: FragmentState) -> bool:
         """Whether this peer makes no progress."""
-        floor_s = self.settings.stall_s if self.steps else self.settings.first_step_s
-        return not self.pauses and self.now - self.moved_at > floor_s
+        pace = self.steps_per_s
+        limit_s = max(self.settings.stall_s, STALL_STEPS / pace) if pace else self.first_step_s()
+        limit_s = max(limit_s, self.round_s(f) if self.waits else 0.0)
+        return not self.pauses and self.now - self.progress_at > limit_s
 
     def num_trainers(self) -> int:
         """Peers that train now, at least 1."""
         return max(1, self.trains_now + sum(member.status.trains for member in self.members.all()))
 
-    def deadline_s(self, nbytes: int) -> float:
-        """Seconds in which an answer of so many bytes has to be there."""
-        return self.settings.deadline_s + nbytes / self.settings.min_bytes_per_s
+    def round_s(self, f: FragmentState) -> float:
+        """Seconds between two versions of a fragment, as measured; at least those of a cycle of
+        inner steps here, and of sending what was learned in it."""
+        times = sorted(f.adopted_at.values())
+        versions_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+        cycle_s = self.cycle / self.steps_per_s if self.steps_per_s else 0.0
+        return max(versions_s, cycle_s + f.sent_s)
 
     def patience_s(self, f: FragmentState) -> float:
         """How long an author may have a contribution without a version: four rounds at least."""
-        times = sorted(f.adopted_at.values())
-        round_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        return max(self.settings.stuck_s, 4 * round_s)
+        return max(self.settings.stuck_s, 4 * self.round_s(f))
+
+    def progress(self, nbytes: int) -> None:
+        """So many bytes were moved for this peer's own training."""
+        if nbytes > 0:
+            self.moved, self.progress_at = at_most(self.moved + nbytes, MAX_BYTES), self.now
 
     def sign(self, one: Any) -> Any:
         """A line or head with this peer's signature."""

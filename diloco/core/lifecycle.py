@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from diloco.core import data, events
 from diloco.core.facts import Facts
 from diloco.ranges import NONE
@@ -37,10 +39,12 @@ def lost(core: Facts, event: events.Lost) -> None:
     data.lost(core, peer)
     for f in core.fragments:
         f.ahead.pop(peer, None)
+        f.coming.pop(peer, None)
+        f.serving.pop(peer, None)
         f.drop_donor(peer)
         for item in f.pool.values():
             if item.sent_to == peer:
-                item.sent_to, item.held_since = "", None
+                item.sent_to, item.held_since, item.sending_since = "", None, inf
     kind, live = "leave" if member.status.leaves else "lost", len(core.members) + 1
     core.note(kind, peer=peer, name=member.hello.name, why=event.why, live=live)
 
@@ -51,14 +55,14 @@ def hear_loop(core: Facts, event: events.Event) -> None:
         case events.Wanted(sequences, cycle):
             core.wanted, core.cycle = sequences, cycle or core.cycle
         case events.Begun():
-            core.begun, core.moved_at = True, core.now
+            core.begun, core.progress_at = True, core.now
             if core.ready:
                 core.position = first_position(core)
         case events.Paused(pauses):
-            core.pauses, core.moved_at = pauses, core.now
+            core.pauses, core.progress_at = pauses, core.now
         case events.Leave(finished):
             core.leaving, core.finished = True, finished
-            core.leave_by = core.now + core.settings.stuck_s
+            core.leave_by = core.now + max(map(core.patience_s, core.fragments))
         case events.Alone():
             core.min_peers = 1
         case events.Discovered():
@@ -74,7 +78,7 @@ def get_ready(core: Facts) -> None:
     there = all(f.tip.key >= goal or f.greater().keys() <= shunned for f, goal in goals)
     late = core.now > core.settled_at + core.settings.stuck_s
     if (there or late) and all(f.tip.head.prev for f in core.fragments):
-        core.ready, core.goals, core.moved_at, core.min_peers = True, [], core.now, 1
+        core.ready, core.goals, core.progress_at, core.min_peers = True, [], core.now, 1
         core.position = first_position(core)
 
 
@@ -83,7 +87,7 @@ def assemble(core: Facts) -> None:
     before the last have loaded their anchors. Who comes late waits for nobody."""
     if core.assembled or not core.trains_now:
         return
-    limits = core.now, core.settings.stall_s, core.settings.first_step_s
+    limits = core.now, core.settings.stall_s, core.first_step_s()
     others = [one for one in core.members.all() if one.hello.trains]
     idle = [one for one in others if not (one.status.trains or one.status.leaves)]
     waits = any(one.status.waits or not one.stalled(*limits) for one in idle)

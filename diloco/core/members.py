@@ -35,7 +35,7 @@ class Member:
     hello: Hello
     status: Status
     heard_at: float
-    moved_at: float  # when it made an inner step, or got the first head after one
+    progress_at: float  # its last inner step, byte moved, or first head after a step
     tips: dict[int, Key]
     hears: set[str]  # members that may be an author, and are connected to it
     units: Units
@@ -59,11 +59,13 @@ class Member:
         self.interval_s = gap_s if self.interval_s == 0.0 else 0.9 * self.interval_s + 0.1 * gap_s
         steps = status.steps != before.steps
         if steps or (status.tips and self.stepped):
-            self.moved_at, self.stepped = now, steps
+            self.progress_at, self.stepped = now, steps
+        elif status.moved != before.moved:
+            self.progress_at = now
         if status.position < before.position or (before.waits and not status.waits):
             self.began_at = now
         if before.pauses and not status.pauses:
-            self.moved_at = self.resumed_at = now
+            self.progress_at = self.resumed_at = now
         self.paused_at = min(self.paused_at, now) if status.pauses else math.inf
         if status.whole:
             self.tips, self.hears = dict(status.tips), set(status.hears)
@@ -80,12 +82,17 @@ class Member:
         """Whether it evaluates or saves, and not for too long."""
         return 0 <= now - self.paused_at < PAUSE_LIMIT_S
 
-    def stalled(self, now: float, floor_s: float, first_step_s: float) -> bool:
-        """Whether it makes no progress, by its own pace. A first step may compile kernels."""
+    def stalled(
+        self, now: float, floor_s: float, first_step_s: float, round_s: float = 0.0
+    ) -> bool:
+        """Whether it makes no progress, by its own pace. A first step may compile kernels; who
+        waits for others makes none for a round."""
         pace, limit_s = self.status.steps_per_s, first_step_s
         if pace > 0:
             limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
-        return not self.pauses(now) and now - self.moved_at > limit_s
+        if self.status.waits:
+            limit_s = max(limit_s, round_s)
+        return not self.pauses(now) and now - self.progress_at > limit_s
 
 
 class Members:
@@ -103,6 +110,9 @@ class Members:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __getitem__(self, peer: str) -> Member:
+        return self._members[peer]
 
     def get(self, peer: str) -> Member | None:
         """The member of that id, or None."""

@@ -8,7 +8,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from statistics import median_low
 from typing import Any
@@ -37,6 +37,8 @@ OTHER_DATA = (
 HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
     events.Lost: lifecycle.lost,
     events.Gave: tips.gave,
+    events.Arriving: tips.arriving,
+    events.Served: tips.served,
     events.Applied: tips.applied,
     events.Asked: tips.answer,
     events.Merged: author.merged,
@@ -114,19 +116,23 @@ class Peer:
                 tips.broke(core, peer, get, bad)
             case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
+            case events.Moved(peer, Line() as line, nbytes):
+                contributions.moved(core, peer, line, nbytes)
+            case events.Moved(peer, Get() as get, nbytes):
+                tips.moved(core, peer, get, nbytes)
             case events.Delivered():
                 # to look at all that are here takes longer than to take one in
                 return contributions.delivered(core, event)
             case _:
                 HANDLERS.get(type(event), lifecycle.hear_loop)(core, event)
-        return not isinstance(event, events.Asked)
+        return not isinstance(event, events.Asked | events.Moved)
 
     def _decide(self) -> None:
         """Look at all facts, and act."""
         core = self.facts
         lifecycle.drop_the_silent(core)
         for f in core.fragments:
-            if f.ahead or f.fetch:
+            if f.ahead or f.coming or f.fetch:
                 tips.fetch(core, f)
         lifecycle.get_ready(core)
         lifecycle.assemble(core)
@@ -206,8 +212,8 @@ class Peer:
         """Why no honest peer of this run says that, in one line; None when one may."""
         fragments = len(self.facts.fragments)
         match message:
-            case Hello(status=Status(tips=tips)) | Status(tips=tips):
-                said = max(tips, default=0)
+            case Hello(status=Status() as status) | (Status() as status):
+                said = max([*status.tips, *status.arriving], default=0)
             case Offer(line=Line(fragment=said) as line):
                 if said < fragments and contributions.impossible(self.facts, line):
                     claims = f"{line.tokens} tokens, {len(line.units)} ranges of data"
@@ -224,14 +230,15 @@ class Peer:
 
     def _connected(self, peer: str, hello: Hello) -> None:
         core = self.facts
-        if hello.status.tips.keys() != set(range(len(core.fragments))) or not hello.status.whole:
+        status, every = hello.status, set(range(len(core.fragments)))
+        if not status.whole or status.tips.keys() != every or status.arriving.keys() - every:
             return
         if core.members.join(peer, hello, core.now):
             core.note("join", peer=peer, name=hello.name, live=len(core.members) + 1)
         self.addresses.hear(peer, hello.addresses)
         self._compare_data(peer, hello)
-        self._hear_plan(peer, hello.status)
-        self._hear_tips(peer, hello.status)
+        self._hear_plan(peer, status)
+        self._hear_tips(peer, status, every)
         core.send(peer, self.status())  # what changed since its own hello was read
 
     def _compare_data(self, peer: str, hello: Hello) -> None:
@@ -244,15 +251,16 @@ class Peer:
             self.facts.note("other_data", peer=peer, name=hello.name, **sides, so=OTHER_DATA)
 
     def _heard(self, peer: str, message: object) -> bool:
-        core = self.facts
+        core, fragments = self.facts, len(self.facts.fragments)
         if peer not in core.members:
             core.out.append(events.Disconnect(peer))  # this peer gave it up, and it does not know
             return False
         match message:
-            case Status() if all(index < len(core.fragments) for index in message.tips):
+            case Status() if max([*message.tips, *message.arriving], default=0) < fragments:
+                before = core.members[peer].status.arriving
                 changed = core.members.hear(peer, message, core.now)
                 self._hear_plan(peer, message)
-                return self._hear_tips(peer, message) or changed
+                return self._hear_tips(peer, message, before) or changed
             case Offer():
                 contributions.offered(core, peer, message)
             case Answer():
@@ -263,15 +271,23 @@ class Peer:
                 data.receive(core, peer, message)
         return True
 
-    def _hear_tips(self, peer: str, status: Status) -> bool:
-        """Whether it tells a greater tip that can be asked for at once."""
+    def _hear_tips(self, peer: str, status: Status, before: Iterable[int]) -> bool:
+        """Take in which versions a peer has, and which are arriving there, where `before` are the
+        fragments of which one was; whether a greater one can be asked for at once."""
         core, news = self.facts, False
         for index in range(len(core.fragments)) if status.whole else status.tips:
             f, key = core.fragments[index], status.tips.get(index, (0, ""))
             f.ahead.pop(peer, None)
             if key > f.tip.key:
                 f.ahead[peer] = key
-                news = news or (f.fetch is None and f.moving is None)
+                news = news or f.moving is None
+        for index in before:
+            core.fragments[index].coming.pop(peer, None)
+        for index, key in status.arriving.items():
+            f = core.fragments[index]
+            if key > f.tip.key:
+                f.coming[peer] = key
+                news = news or f.moving is None
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:
@@ -312,6 +328,8 @@ class Peer:
             deaf=[] if whole else sorted(said - hears),
             units=self._said_units if whole or core.changed_data else None,
             planned=core.planned,
+            moved=core.moved,
+            arriving=core.arriving(),
             figures=figures,
         )
 
@@ -321,7 +339,8 @@ class Peer:
         if core.changed_data:
             has = data.has(core)[: fields.MAX_RANGES]
             core.changed_data, self._said_units = has != self._said_units, has
-        flags = core.trains_now, core.pauses, core.leaving, core.is_author(), core.planned
+        is_author, arriving = core.is_author(), core.arriving()
+        flags = core.trains_now, core.pauses, core.leaving, is_author, core.planned, arriving
         news = flags != self._said_flags or core.changed_tips or core.changed_data
         waits = core.says_waits
         news = self._waits_news(waits) or news
@@ -332,7 +351,7 @@ class Peer:
             said = self.status(whole=False, figures=self.figures if beats else None)
             core.out += [events.Broadcast(said)] if len(core.members) else []
             if core.changed_tips and core.made_step:  # the first head after a step
-                core.moved_at, core.made_step = core.now, False
+                core.progress_at, core.made_step = core.now, False
             self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
             self._said_waits = waits
             core.changed_tips.clear()

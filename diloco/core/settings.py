@@ -32,16 +32,14 @@ class ProtocolSettings:
     silence_s: float = 10.0  # who says nothing for so long, or for `silence_beats`, is gone
     silence_beats: float = 8.0  # of its own heartbeats
     settle_s: float = 5.0  # who starts, or was asleep, first listens for so long
-    stall_s: float = 20.0  # nobody waits for a peer that makes no step for so long
-    first_step_s: float = 180.0  # the same for its first one
-    floor_s: float = 20.0  # a barrier waits for the rest at least so long
+    stall_s: float = 20.0  # a process may hang for so long: no step, and no byte is moved
+    first_step_s: float = 180.0  # the same for its first step, which may compile kernels
+    floor_s: float = 20.0  # a barrier waits for the rest at least so long: one may hang (`stall_s`)
     refresh_s: float = 5.0  # after which a contribution is offered, a lease or a donor asked again
     stuck_s: float = 60.0  # an author that has one for so long, and 4 rounds, is passed over
-    deadline_s: float = 8.0  # of an answer, and by its size at `min_bytes_per_s`
-    min_bytes_per_s: float = 2.0**16
+    deadline_s: float = 8.0  # in which the first bytes of an answer come, and the next ones
     tick_s: float = 0.05  # statuses that come within that time are acted upon together
-    fanout: int = 3  # peers to which a record is given, in the time this takes or `refresh_s`
-    uplink_bytes_per_s: float = 2.5e7
+    fanout: int = 2  # peers to which a record is given at a time
     records: int = 8  # kept of a fragment
     pool: int = 256  # contributions of others that are kept
 

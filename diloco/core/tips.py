@@ -3,9 +3,17 @@ hears of a greater tip asks those who tell it, in turn. Sans-IO.
 
     told -> ask a donor -> records, one after another  -> the anchor moves by an update -> adopted
                         -> parts, from several donors  -> the anchor is replaced        -> adopted
+
+A donor gives a record to `fanout` peers at a time, and these pass its parts on while they arrive:
+all have it after little more than `fanout` times what sending it once takes. Why no circle of peers
+waits for parts of each other: (1) a donor gives an arriving record only to who has fewer parts of
+it; (2) who gets its parts from a donor never has more than that; (3) so a peer from which it gets
+them, over any number of others, has at least as many, and is refused.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from msgspec.structs import replace
 
@@ -45,13 +53,15 @@ def fetch(core: Facts, f: FragmentState) -> None:
     if f.moving or f.received:
         return
     if f.fetch and f.fetch.goal:
-        _ask_parts(core, f, f.fetch, f.fetch.goal)
-    elif told and f.fetch is None:
-        highest = max(told.values())
-        best = (peer for peer, key in told.items() if key == highest)
-        donor = min(best, key=lambda peer: (peer in f.busy_since, score(int(now), core.me + peer)))
+        return _ask_parts(core, f, f.fetch, f.fetch.goal)
+    highest = max(told.values(), default=f.tip.key)
+    best = [peer for peer, key in (f.coming | told).items() if key == highest > f.tip.key]
+    best = [peer for peer in best if peer not in f.retry_at or peer in told]
+    free = [peer for peer in best if peer not in f.busy_since]
+    if best and (f.fetch is None or (free and not f.fetch.donor)):
+        donor = min(free or best, key=lambda peer: score(int(now), core.me + peer))
         have = (f.tip.head.work, "") if f.mismatch else f.tip.key
-        f.fetch = Fetch(donor, now + core.deadline_s(f.sizes.update))
+        f.fetch = Fetch(donor, now + core.settings.deadline_s)
         core.out.append(events.AskDonor(donor, Get(f.index, have)))
 
 
@@ -63,7 +73,7 @@ def _ask_parts(core: Facts, f: FragmentState, fetching: Fetch, goal: Goal) -> No
     known = fetching.parts.keys() | fetching.asked.keys()
     missing = [part for part in range(f.sizes.parts) if part not in known]
     busy = [donor for donor, _ in fetching.asked.values()]
-    until = core.now + core.deadline_s(f.sizes.anchor // f.sizes.parts)
+    until = core.now + core.settings.deadline_s
     for donor in donors * PARTS_EACH:
         if missing and busy.count(donor) < PARTS_EACH:
             part = missing.pop(0)
@@ -98,6 +108,38 @@ def gave(core: Facts, event: events.Gave) -> None:
             broke(core, event.peer, event.get)
 
 
+def moved(core: Facts, peer: str, get: Get, nbytes: int) -> None:
+    """Bytes came from a donor: its stream lives, and ends when no more come."""
+    f = core.fragments[get.fragment]
+    if f.fetch is None or peer not in (f.fetch.donor, f.fetch.asked.get(get.part, ("",))[0]):
+        return
+    core.progress(nbytes - f.fetch.moved.get(get.part, 0))
+    f.fetch.moved[get.part] = nbytes
+    core.settled_at = max(core.settled_at, core.now)
+    if get.want and get.part in f.fetch.asked:
+        f.fetch.asked[get.part] = (peer, inf)
+    elif not get.want:
+        f.fetch.until = inf
+
+
+def arriving(core: Facts, event: events.Arriving) -> None:
+    """The next record is arriving from a donor, so others may ask here for its parts."""
+    f, head = core.fragments[event.get.fragment], event.head
+    if f.fetch is None or f.fetch.goal or f.fetch.donor != event.peer or f.moving or f.received:
+        return
+    if not _is_believed(core, event.peer, head):
+        _failed(core, f, event.peer)
+    elif why := _objection(core, f, head):
+        _refuse(core, f, event.peer, why, head)
+    else:
+        f.arriving = head
+
+
+def served(core: Facts, event: events.Served) -> None:
+    """A donor's stream to a peer is over: another one may have its place."""
+    core.fragments[event.get.fragment].serving.pop(event.peer, None)
+
+
 def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
     """A question got no answer, or a `bad` one, or a donor said: not now."""
     f = core.fragments[get.fragment]
@@ -107,7 +149,7 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
     elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
         since = f.busy_since.setdefault(peer, core.now)
         forget_oldest(f.busy_since, MAX_PEERS)
-        if bad or core.now - since > core.settings.stuck_s / 2:
+        if bad or core.now - since > core.patience_s(f) / 2:
             return _failed(core, f, peer)
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.times_busy, 8))
         f.fetch, f.times_busy = Fetch("", core.now + pause_s), f.times_busy + 1
@@ -136,14 +178,20 @@ def _move(core: Facts, f: FragmentState, peer: str = "") -> None:
     if not _is_believed(core, peer, head):
         f.received = []
         return _failed(core, f, peer)
-    why = "before" if head.id in f.refused else wrong(tip, head, core.signed_by)
-    if any(impossible(core, line) for line, _ in head.lines):
-        why = "it has a contribution that no honest peer makes"
-    if why:
+    if why := _objection(core, f, head):
         return _refuse(core, f, peer, why, head)
     book, limit = follow(tip, head, core.settings.late, core.arithmetic)
     f.moving = Moving(head, book, update, peer)
     core.out.append(events.Apply(f.index, head, book, update, limit, tip.book.pushes))
+
+
+def _objection(core: Facts, f: FragmentState, head: Head) -> str:
+    """Why no honest author makes that head after the tip; empty if one may."""
+    if head.id in f.refused:
+        return "before"
+    if any(impossible(core, line) for line, _ in head.lines):
+        return "it has a contribution that no honest peer makes"
+    return wrong(f.tip, head, core.signed_by)
 
 
 def _is_believed(core: Facts, donor: str, head: Head) -> bool:
@@ -228,8 +276,10 @@ def adopt(core: Facts, f: FragmentState, tip: Tip, record: Record | None) -> Non
     head, sizes, records = tip.head, f.sizes, core.settings.records
     f.tip, f.mismatch, f.damaged, f.quorum_at, f.times_busy = tip, False, False, None, 0
     f.adopted_at[head.id] = core.now
+    f.arriving = None
     f.busy_since.clear()
     f.ahead = {peer: key for peer, key in f.ahead.items() if key > tip.key}
+    f.coming = {peer: key for peer, key in f.coming.items() if key > tip.key}
     if record:
         f.records[head.prev] = record
         if core.shunned.pop(head.author, None):  # who makes versions is not stuck
@@ -262,12 +312,15 @@ def load(core: Facts, f: FragmentState) -> None:
 
 
 def answer(core: Facts, event: events.Asked) -> None:
-    """A donor serves a record to few peers at a time; the others find it elsewhere by then."""
+    """A peer asks. Parts of an anchor are given to all who ask for them."""
     get = event.get
     known = get.fragment < len(core.fragments)
-    give = _part if get.want else _newer
-    found = give(core, core.fragments[get.fragment], get) if known else None
-    core.out.append(events.Reply(event.peer, get, found))
+    answer: events.Records | events.AnchorPart | None = None
+    if known and get.want:
+        answer = _part(core, core.fragments[get.fragment], get)
+    elif known:
+        answer = _newer(core, core.fragments[get.fragment], event.peer, get)
+    core.out.append(events.Reply(event.peer, get, answer))
 
 
 def _part(core: Facts, f: FragmentState, get: Get) -> events.AnchorPart | None:
@@ -285,16 +338,19 @@ def _pin(core: Facts, f: FragmentState, tip: Tip) -> None:
     f.pinned = (tip, core.now + 2 * core.settings.deadline_s)
 
 
-def _newer(core: Facts, f: FragmentState, get: Get) -> events.Records | events.AnchorPart | None:
+def _newer(
+    core: Facts, f: FragmentState, peer: str, get: Get
+) -> events.Records | events.AnchorPart | None:
     """The records after a head, or the first part of an anchor, to few peers at a time."""
-    tip, settings, have = f.tip, core.settings, get.have
-    tip_id, number, since = f.served
-    upload_s = settings.fanout * f.sizes.update / settings.uplink_bytes_per_s
-    if tip_id != tip.head.id or core.now - since >= min(settings.refresh_s, upload_s):
-        number, since = 0, core.now
-    if number >= core.settings.fanout or have >= tip.key:
-        return None  # others have it, or it is no news
-    f.served = (tip.head.id, number + 1, since)
+    tip, have = f.tip, get.have
+    passes_on = f.arriving is not None and f.arriving.prev == have[1]
+    head = f.arriving if f.arriving and passes_on else tip.head
+    others = [there for other, there in f.serving.items() if other != peer]
+    if head.key <= have or others.count(head.id) >= core.settings.fanout:
+        return None  # it is no news, or to be had elsewhere
+    f.serving[peer] = head.id
+    if passes_on:
+        return events.Records((Record(head, None),))
     chain, prev = list[Record](), get.have[1]
     while prev in f.records:
         chain.append(f.records[prev])
@@ -305,4 +361,7 @@ def _newer(core: Facts, f: FragmentState, get: Get) -> events.Records | events.A
         _pin(core, f, tip)
     assert f.pinned
     tip = f.pinned[0]
-    return events.AnchorPart(tip.head, tip.book, tip.parts, 0) if tip.parts else None
+    if not tip.parts:
+        del f.serving[peer]
+        return None
+    return events.AnchorPart(tip.head, tip.book, tip.parts, 0)

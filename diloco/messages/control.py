@@ -73,6 +73,8 @@ class Status(Message, frozen=True, tag="status"):
         authors: may be an author now. hears, deaf: members that may, and that it (no more) hears.
         units: sequences outside of the model, its own and its pool's; None: as before.
         planned: how long the run is, as far as it knows.
+        moved: bytes of payload for its own training, which it received, or others have of it.
+        arriving: by fragment, the head whose update is arriving; its parts can be asked for.
     """
 
     place = Place.CONTROL
@@ -91,6 +93,8 @@ class Status(Message, frozen=True, tag="status"):
     deaf: fields.Names = []
     units: fields.Ranges | None = None
     planned: Planned = (0, 0, 0)
+    moved: fields.Bytes = 0
+    arriving: Annotated[dict[fields.Index, Key], Meta(max_length=fields.MAX_FRAGMENTS)] = {}
     figures: Figures | None = None
 
 
@@ -128,11 +132,10 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """A contribution that the sender has. `age_s`: since its pseudo-gradient was taken."""
+    """A contribution that the sender has."""
 
     place = Place.CONTROL
     line: Line
-    age_s: fields.Seconds = 0.0
 
 
 class Answer(Message, frozen=True, tag="answer"):

@@ -23,7 +23,7 @@ from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler
 
-PIECE_BYTES = 64 * 1024
+PIECE_BYTES, LEAST_BYTES, PIECE_S = 64 * 1024, 64, 0.1  # at most; at least; what a link sends in
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts
 HEAD_BYTES = 4  # of a frame: its length
@@ -75,11 +75,12 @@ class _Pipe:
             self._network.break_stream(self)
             return
         network, view = self._network, memoryview(data).cast("B")
+        size = network.piece_bytes(self.source, self.target)
         if self.source in network.garbling:
             network.garbling.discard(self.source)
             view = memoryview(bytes(view[:HEAD_BYTES]) + b"\xff" * (len(view) - HEAD_BYTES))
-        for start in range(0, len(view), PIECE_BYTES):
-            self.waiting.append(_Piece(view[start : start + PIECE_BYTES]))
+        for start in range(0, len(view), size):
+            self.waiting.append(_Piece(view[start : start + size]))
         self.backlog += len(view)
         network.uplinks[self.source].serve(self)
 
@@ -250,6 +251,12 @@ class Network:
         """Every stream between two peers breaks; new ones can be opened."""
         for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (one, other)]:
             self.break_stream(pipe)
+
+    def piece_bytes(self, source: str, target: str) -> int:
+        """Bytes that are on their way at a time: on thin links fewer, as others take turns."""
+        rates = self._links[source].up, self._links[target].down
+        slowest = min([rate for rate in rates if rate is not None], default=PIECE_BYTES / PIECE_S)
+        return max(LEAST_BYTES, min(PIECE_BYTES, int(slowest * PIECE_S)))
 
     def latency_s(self, one: str, other: str) -> float:
         """Seconds that a byte is on the way from one peer to another."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from diloco.core.events import Action, Event, Lost
 from diloco.core.peer import Peer
 from diloco.outer.replica import Replica
 from diloco.swarm.limits import CAUSED_BY_OTHERS, EventLines, Penalties
+from diloco.swarm.rpc.updates import Arrival
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks
@@ -58,7 +59,14 @@ class Context:
     penalties: Penalties = field(default_factory=Penalties)
     # payloads that came in part, and how many bytes of them, by fragment, peer and stamp
     partial: dict[tuple[int, str, int], tuple[Tensor, int]] = field(default_factory=dict)
+    # payloads that are being sent: to whom, fragment, peer and stamp
+    sending: set[tuple[str, int, str, int]] = field(default_factory=set)
+    # by fragment, the newest record that came from others, or is arriving
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
     locks: Sequence[FragmentLock] = field(init=False)
+    _moving: dict[object, tuple[Callable[[], int], Callable[[int], object], int]] = field(
+        default_factory=dict
+    )
     # set by the node: does what the core asks for; keeps events for watchers; makes a snapshot for
     # them; values of a part of an anchor, by fragment, head and part, None when that is gone
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
@@ -105,6 +113,23 @@ class Context:
         if not known:
             self.note("penalty", peer=peer, why=reason, seconds=round(seconds))
         self.do(Lost(peer, reason))
+
+    @contextmanager
+    def moving(self, nbytes: Callable[[], int], tell: Callable[[int], object]) -> Iterator[None]:
+        """Within the block, each new number of bytes is told, once a heartbeat."""
+        here = object()
+        self._moving[here] = (nbytes, tell, 0)
+        try:
+            yield
+        finally:
+            del self._moving[here]
+
+    def tell_moved(self) -> None:
+        """Call those of `moving` whose bytes have become more."""
+        for here, (nbytes, tell, before) in list(self._moving.items()):
+            if here in self._moving and nbytes() > before:
+                self._moving[here] = (nbytes, tell, nbytes())
+                tell(nbytes())
 
     def open(self, peer: str) -> AbstractAsyncContextManager[PeerStream]:
         """A bulk stream to a peer, for the length of an `async with`."""

@@ -38,8 +38,6 @@ REQUESTS_PER_S = 20.0  # beyond one per fragment
 CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, and a few while those before come to their ends
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
-# How slowly bytes of a fragment may come.
-MIN_BYTES_PER_S, PATIENCE_S = 2.0**14, 600.0
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute

@@ -7,7 +7,7 @@ peer = swarm.add("a"); swarm.until(100.0); peer.tip(), swarm.made
 import heapq
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -15,7 +15,7 @@ from diloco.core import events
 from diloco.core.history import Tip, genesis
 from diloco.core.peer import Peer as Core
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
-from diloco.messages.bulk import PartHeader, RecordHeader
+from diloco.messages.bulk import Get, PartHeader, RecordHeader
 from diloco.messages.codec import decode, encode
 from diloco.messages.heads import Head
 from diloco.ranges import count, first
@@ -65,8 +65,6 @@ class Swarm:
     Messages arrive in order after `latency_s`; bulk takes `bulk_s` more, in any order, and is
     `lost` sometimes. Work on tensors takes `work_s`.
     """
-
-    uplink_bytes_per_s = 1e-9  # so that records go to few at a time
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class Swarm:
 
     def start(self, peer: Peer, saved: Saved | None = None, wall_ms: int = 0) -> None:
         """Start its next life."""
-        settings = replace(peer.settings, uplink_bytes_per_s=self.uplink_bytes_per_s)
+        settings = peer.settings
         anchors = tuple(tuple(range(i, i + PARTS)) for i in range(settings.fragments))
         tips = tuple(genesis(i, RUN, tuple(map(hexed, anchor))) for i, anchor in enumerate(anchors))
         saved = saved or Saved(tips, anchors, 0, 0)
@@ -273,8 +271,7 @@ class Swarm:
             case events.AskDonor(to, get):
                 self.carry(peer.name, to, events.Asked(peer.name, get), events.Broke(to, get))
             case events.Reply(to, get, answer):
-                gave = events.Gave(peer.name, get, self._written(peer, answer))
-                self.carry(peer.name, to, gave, bulk=answer is not None)
+                self._reply(peer, to, get, answer)
             case events.Disconnect(to):
                 self.drop(frozenset((peer.name, to)), peer.name)
             case events.Note(kind, said):
@@ -290,11 +287,18 @@ class Swarm:
                 work = lambda: self.tell(peer, peer.anchors.done(action))  # noqa: E731
                 self.in_life(peer, done_at, work)
 
+    def _reply(self, peer: Peer, to: str, get: Get, answer: Any) -> None:
+        gave = events.Gave(peer.name, get, self._written(peer, answer))
+        self.carry(peer.name, to, gave, bulk=answer is not None)
+        if answer is not None:
+            served = events.Served(to, get)
+            self.in_life(peer, self.now + 2 * self.bulk_s, self.tell, peer, served)
+
     def _written(self, peer: Peer, answer: Any) -> Any:
         match answer:
             case events.Records(records):
                 for record in records:
-                    decode(encode(RecordHeader(record.head)))
+                    decode(encode(RecordHeader(record.head, (record.head.update,))))
             case events.AnchorPart(head):
                 answer = peer.anchors.filled(head.fragment, answer)
                 decode(encode(PartHeader(head, answer.book, answer.digests)))

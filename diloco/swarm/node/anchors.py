@@ -25,7 +25,7 @@ from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.swarm.context import Context
 from diloco.swarm.node.saved import Saved
-from diloco.swarm.rpc.state import payload_digest
+from diloco.swarm.rpc.updates import Update, payload_digest, update_digest
 from diloco.swarm.wire.tasks import in_thread
 
 MOST_SAME = 64  # pairs of peers with the same data that are named
@@ -99,10 +99,11 @@ class Anchors:
                 for one in action.shares
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
-            digest = await in_thread(payload_digest, made.update)
+            update = await in_thread(Update.of, made.update)
             self._note_merged(action, made)
             left_out = frozenset(made.left_out)
-            self._context.do(events.Merged(fragment, action.base, made.update, digest, left_out))
+            digest = update_digest(update.digests)
+            self._context.do(events.Merged(fragment, action.base, update, digest, left_out))
             # the core dropped it, and the next version must not hold it, too
             if not self._core.facts.fragments[fragment].moves_own:
                 await self._restart(fragment)
@@ -131,7 +132,7 @@ class Anchors:
         fragment, head, replica = action.fragment, action.head, self._replica
         if not action.own:
             try:
-                norm, parts = await in_thread(replica.foresee, fragment, action.update)
+                norm, parts = await in_thread(replica.foresee, fragment, action.update.payload)
             except PayloadError:
                 norm, parts = float("inf"), ()
             if not norm <= action.limit:
@@ -142,7 +143,7 @@ class Anchors:
                 return Applied(fragment, head.id, why="digest", damaged=damaged)
         await self._keep_copies(fragment)
         step = OuterStep(head.number - 1, len(head.counted), action.pushes, head.delay)
-        await in_thread(replica.apply_update_, fragment, action.update, step)
+        await in_thread(replica.apply_update_, fragment, action.update.payload, step)
         if action.own:
             parts = await in_thread(part_digests, replica.anchors[fragment])
         else:

@@ -135,6 +135,7 @@ class Node:
 
     async def _tick(self) -> None:
         while True:
+            self.context.tell_moved()
             self.context.do(events.Tick())
             self.anchors.follow()
             self.recorder.sample(self.context.now())
@@ -336,10 +337,10 @@ class Node:
         self.context.tasks.notify()
 
     async def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be, at most `stuck_s`."""
+        """Wait until what this peer has sent is in a version, or cannot be; four rounds at most."""
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(facts.settings.stuck_s):
+            async with asyncio.timeout(max(map(facts.patience_s, facts.fragments))):
                 await self._until(
                     lambda: self._interrupted or not any(map(is_open, facts.fragments))
                 )

@@ -20,7 +20,6 @@ from diloco.outer.digest import part_digests, part_ranges
 from diloco.outer.optimizer import OuterStep
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context, FilePart, OnEvent
-from diloco.swarm.limits import MIN_BYTES_PER_S
 from diloco.swarm.node.recording import Recording
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.inner_state import InnerState
@@ -106,7 +105,6 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
         leased=False,
         min_peers=network.min_peers,
         heartbeat_s=network.heartbeat_s,
-        min_bytes_per_s=MIN_BYTES_PER_S,
     )
 
 

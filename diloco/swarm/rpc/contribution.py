@@ -1,7 +1,8 @@
 """The payload of a contribution that is new, or that the other side wants.
 
 1. Sender: `ContributionHeader`, and the payload from the byte on that the receiver asked for.
-2. Receiver: `Got`. It keeps what came of a payload whose stream broke, and asks for the rest.
+2. Receiver: `Got` while bytes come, and when all are here and are what the line says. It keeps what
+   came of a payload whose stream broke, and asks for the rest.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from diloco.errors import PayloadError
 from diloco.messages.base import MEMBERS, Message, Place
 from diloco.messages.codec import expect
 from diloco.messages.control import Answer
-from diloco.messages.fields import Bytes, forget_oldest
+from diloco.messages.fields import Bytes, Seconds, forget_oldest
 from diloco.messages.heads import Line
 from diloco.outer.payloads import empty_payload
 from diloco.swarm.context import Context
 from diloco.swarm.limits import offences
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.rpc.state import payload_digest
+from diloco.swarm.rpc.updates import payload_digest
 from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
-PIECE = 1 << 20  # bytes sent at a time
+PIECE = 1 << 18  # bytes sent at a time
+ACKNOWLEDGED_S = 200.0  # in which an author that answers heartbeats takes some more bytes
 NORM_ERROR = 1e-3  # relative: of a norm that the contributor measured on other hardware
 MOST_PARTIAL = 64  # payloads of which a part is kept
 
@@ -37,24 +39,53 @@ class ContributionHeader(Message, frozen=True, tag="push"):
     place, roles = Place.REQUEST, MEMBERS
     line: Line
     at: Bytes = 0
+    age_s: Seconds = 0.0  # since the pseudo-gradient was taken
 
 
 class Got(Message, frozen=True, tag="got"):
-    """A payload is here, whole."""
+    """So many bytes of a payload are here; all: it is what its line says."""
+
+    nbytes: Bytes = 0
 
 
 async def send(context: Context, action: events.SendPayload) -> None:
     """Send a payload; the core hears if it did not arrive, or is not wanted."""
+    line, peer = action.line, action.peer
+    name = peer, line.fragment, line.peer, line.stamp
+    if name in context.sending:  # it was offered again while its bytes are on their way
+        return
+    context.sending.add(name)
     try:
-        async with context.open(action.peer) as stream:
-            await stream.send(ContributionHeader(action.line, action.at))
-            for piece in torch.split(action.payload[action.at :], PIECE):
-                await stream.send_payload(piece)
-            expect(await stream.receive(None), Got)
+        async with context.open(peer) as stream:
+            await stream.send(ContributionHeader(line, action.at, action.age_s))
+            await _send(context, stream, action)
     except (*BROKEN, PayloadError) as error:
-        why, fragment = str(error) or type(error).__name__, action.line.fragment
-        context.note("contribution_broke", fragment=fragment, author=action.peer, why=why)
-        context.do(events.Broke(action.peer, action.line))
+        why = str(error) or type(error).__name__
+        context.note("contribution_broke", fragment=line.fragment, author=peer, why=why)
+        context.do(events.Broke(peer, line))
+    finally:
+        context.sending.discard(name)
+
+
+async def _send(context: Context, stream: PeerStream, action: events.SendPayload) -> None:
+    peer, line, arrived = action.peer, action.line, action.at
+
+    async def acknowledged() -> None:
+        nonlocal arrived
+        while arrived < action.payload.numel():
+            got = expect(await stream.receive(ACKNOWLEDGED_S), Got)
+            arrived = got.nbytes
+
+    reading = context.tasks.start(acknowledged())
+    try:
+        with context.moving(lambda: arrived, lambda n: context.do(events.Moved(peer, line, n))):
+            for piece in torch.split(action.payload[action.at :], PIECE):
+                if reading.done():  # it is not wanted
+                    break
+                await stream.send_payload(piece)
+            await reading
+    finally:
+        reading.cancel()
 
 
 def received(context: Context, line: Line | Answer) -> int:
@@ -75,7 +106,13 @@ class ContributionServer:
         if not self._context.core.wants(line):
             said = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
             raise PayloadError(said)
-        payload = await self._payload(stream, line, push.at)
+        most = self._replica.payloads[line.fragment].nbytes - 1
+
+        def acknowledge(nbytes: int) -> None:
+            stream.push(Got(min(push.at + nbytes, most)))
+
+        with self._context.moving(lambda: stream.payload_in, acknowledge):
+            payload = await self._payload(stream, line, push.at)
         if await in_thread(payload_digest, payload) != line.root:
             raise PayloadError("a payload is not what its line says")
         with offences():  # the contributor signed that, and whoever passes it on has looked
@@ -83,8 +120,8 @@ class ContributionServer:
             if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
                 said = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
                 raise PayloadError(said)
-        await stream.send(Got())
-        self._context.do(events.Delivered(stream.peer, line, payload))
+        await stream.send(Got(payload.numel()))
+        self._context.do(events.Delivered(stream.peer, line, payload, push.age_s))
 
     async def _payload(self, stream: PeerStream, line: Line, at: int) -> Tensor:
         partial, name = self._context.partial, (line.fragment, line.peer, line.stamp)

@@ -1,42 +1,59 @@
 """What is newer than a head, in records or in parts; or one part of an anchor.
 
-1. Asker: `Get`. Donor: records, each a head with its update; or the first part of its anchor, with
-   head, book and the digests of all parts; or one part; or `No`.
+1. Asker: `Get`. Donor: records, each a head with its update in parts; or the first part of its
+   anchor, with head, book and the digests of all parts; or one part; or `No`.
 2. The asker checks every byte against a digest before the core hears of it.
+3. It gives the parts of an update to others while the rest is arriving. If its stream breaks, it
+   asks the next donor for the parts that it lacks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 
 import torch
-from blake3 import blake3
+from msgspec.structs import replace as with_fields
 from torch import Tensor
 
-from diloco.core.events import AnchorPart, Asked, Broke, Gave, Records, Reply
+from diloco.core.events import (
+    AnchorPart,
+    Arriving,
+    Asked,
+    Broke,
+    Gave,
+    Moved,
+    Records,
+    Reply,
+    Served,
+)
 from diloco.core.facts import Goal
 from diloco.core.history import Record
 from diloco.errors import PayloadError
-from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values
+from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values, Waiting
+from diloco.messages.codec import expect
 from diloco.outer.codecs import CODECS, Codec
 from diloco.outer.digest import part_digest, part_ranges
 from diloco.outer.payloads import empty_payload
 from diloco.outer.replica import Replica
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers
-from diloco.swarm.wire.streams import BROKEN, PeerStream
+from diloco.swarm.rpc.updates import (
+    Arrival,
+    Update,
+    payload_digest,
+    update_digest,
+    update_ranges,
+)
+from diloco.swarm.wire.streams import BROKEN, STALL_FLOOR_S, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared link stays fair
-BYTES = 1 << 20  # of an update sent at a time
-
-
-def payload_digest(payload: Tensor) -> str:
-    """The digest (hex) of encoded bytes (uint8)."""
-    return blake3(payload.numpy().data).hexdigest()
+BYTES = 1 << 18  # of an update sent at a time
+WAITING_S = 5.0  # between two words that the next part is still arriving
 
 
 def _anchor_codec(replica: Replica, number: int) -> Codec:
@@ -49,10 +66,10 @@ def _anchor_codec(replica: Replica, number: int) -> Codec:
 
 async def fetch(context: Context, peer: str, get: Get) -> None:
     """Ask a donor, and tell the core what came of it."""
-    fetching = context.core.facts.fragments[get.fragment].fetch
     try:
         async with context.open(peer) as stream:
-            answer = await ask(stream, get, context.replica, fetching.goal if fetching else None)
+            with context.moving(lambda: stream.bytes_in, lambda n: context.do(Moved(peer, get, n))):
+                answer = await ask(context, stream, get)
     except PayloadError as error:
         context.note("fetch_failed", fragment=get.fragment, donor=peer, why=str(error))
         context.do(Broke(peer, get, bad=True))
@@ -65,17 +82,20 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
         context.do(Gave(peer, get, answer))
 
 
-async def ask(
-    stream: PeerStream, get: Get, replica: Replica, goal: Goal | None
-) -> Records | AnchorPart | None:
-    """The answer of a donor, checked; `goal` is what is fetched in parts. Raises `PayloadError`."""
+async def ask(context: Context, stream: PeerStream, get: Get) -> Records | AnchorPart | None:
+    """The answer of a donor, checked. Raises `PayloadError`."""
+    fragment, replica = get.fragment, context.replica
+    fetching, held = context.core.facts.fragments[fragment].fetch, context.arrivals.get(fragment)
+    goal = fetching.goal if fetching else None
+    if held and held.head.prev == get.have[1] and not get.want:
+        get = with_fields(get, held=held.head.id, part=held.parts)
     await stream.send(get)
-    answer, fragment = await stream.receive(), get.fragment
+    answer = await stream.receive()
     match answer:
         case No():
             return None
         case RecordHeader():
-            return Records(tuple(await _records(stream, fragment, answer, replica)))
+            return Records(tuple(await _records(context, stream, get, answer)))
         case PartHeader(head, book, digests) if not get.want:
             num_parts = len(part_ranges(replica.fragments[fragment].numel))
             if head.fragment != fragment or len(digests) != num_parts:
@@ -91,27 +111,72 @@ async def ask(
 
 
 async def _records(
-    stream: PeerStream, fragment: int, header: RecordHeader, replica: Replica
+    context: Context, stream: PeerStream, get: Get, header: RecordHeader
 ) -> list[Record]:
-    found: list[Record] = []
+    records: list[Record] = []
     while True:
-        head = header.head
-        if head.fragment != fragment or (found and head.prev != found[-1].head.id):
-            said = f"a record of fragment {head.fragment} does not follow"
-            raise PayloadError(f"{said} what fragment {fragment} has")
-        update = empty_payload(replica.updates[fragment].nbytes)
-        for piece in torch.split(update, BYTES):
-            await stream.receive_payload(piece)
-        if await in_thread(payload_digest, update) != head.update:
-            said = f"the update of a record of fragment {fragment} is not what its head names"
-            raise PayloadError(said)
-        found.append(Record(head, update))
+        head, fragment = header.head, get.fragment
+        if head.fragment != fragment or (records and head.prev != records[-1].head.id):
+            follows = f"a record of fragment {head.fragment} does not follow"
+            raise PayloadError(f"{follows} what fragment {fragment} has")
+        arrival = _arrival(context, get, header)
+        if not records and head.prev == get.have[1]:
+            context.arrivals[fragment] = arrival
+        await _fill_update(context, stream, get, arrival)
+        records.append(Record(head, arrival.update))
         if header.more == 0:
-            return found
+            return records
         following = await stream.receive()
         if not isinstance(following, RecordHeader) or following.more != header.more - 1:
             raise PayloadError("a record does not say how many follow")
         header = following
+
+
+def _arrival(context: Context, get: Get, header: RecordHeader) -> Arrival:
+    """The record that begins, or that goes on where an earlier stream broke."""
+    held, head = context.arrivals.get(get.fragment), header.head
+    if held and held.head == head and header.part == held.parts:
+        return held
+    nbytes = context.replica.updates[get.fragment].nbytes
+    if len(header.digests) != len(update_ranges(nbytes)) or header.part:
+        raise PayloadError(f"a record of fragment {get.fragment} has other parts than were asked")
+    if update_digest(header.digests) != head.update:
+        raise PayloadError(
+            f"the parts of a record of fragment {get.fragment} are not what its head names"
+        )
+    return Arrival(head, Update(empty_payload(nbytes), header.digests))
+
+
+async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: Arrival) -> None:
+    """Receive the parts that are missing, and let others have each of them at once."""
+    facts, is_first = context.core.facts, context.arrivals.get(get.fragment) is arrival
+    digests, arrival.live = arrival.update.digests, True
+    try:
+        while True:
+            if arrival.parts and is_first:
+                context.do(Arriving(stream.peer, get, arrival.head))
+                is_first = False
+                fetching = facts.fragments[get.fragment].fetch
+                if fetching is None or fetching.donor != stream.peer:
+                    raise ConnectionError("what is arriving is not wanted")
+            if arrival.parts == len(digests):
+                return
+            while isinstance(answer := await stream.receive(), Waiting):
+                pass
+            expect(answer, Values)
+            part = arrival.update.part(arrival.parts)
+            await stream.receive_payload(part)
+            if await in_thread(payload_digest, part) != digests[arrival.parts]:
+                if context.arrivals.get(get.fragment) is arrival:
+                    del context.arrivals[get.fragment]
+                raise PayloadError(
+                    f"part {arrival.parts} of an update of fragment {get.fragment}"
+                    " is not what its digest says"
+                )
+            arrival.parts += 1
+            context.tasks.notify()
+    finally:
+        arrival.live = arrival.parts == len(digests)
 
 
 async def _values(
@@ -141,22 +206,58 @@ class StateServer:
 
     async def answer(self, stream: PeerStream, get: Get) -> None:
         """Send what the core says."""
-        context, replica = self._context, self._context.replica
-        if get.fragment >= len(replica.fragments):
+        context = self._context
+        if get.fragment >= len(context.replica.fragments):
             raise PayloadError(f"fragment {get.fragment} does not exist")
         actions = context.do(Asked(stream.peer, get))
-        [answer] = [one.answer for one in actions if isinstance(one, Reply)]
-        if isinstance(answer, Records):
-            for more, record in zip(
-                reversed(range(len(answer.records))), answer.records, strict=True
-            ):
-                await stream.send(RecordHeader(record.head, more))
-                for piece in torch.split(record.update, BYTES):
+        [answer] = [action.answer for action in actions if isinstance(action, Reply)]
+        try:
+            if isinstance(answer, Records):
+                await self._send_records(stream, get, answer.records)
+            elif answer is None:
+                await stream.send(No())
+            else:
+                await self._send_values(stream, get, answer)
+        finally:
+            if answer is not None and not get.want and not context.tasks.closed:
+                context.do(Served(stream.peer, get))
+
+    async def _send_records(
+        self, stream: PeerStream, get: Get, records: tuple[Record, ...]
+    ) -> None:
+        arrival, more = self._context.arrivals.get(get.fragment), len(records)
+        for head, update in records:
+            more -= 1
+            if update is not None:
+                arrival = Arrival(head, update, len(update.digests))
+            start = get.part if get.held == head.id else 0
+            # see the head of `core.tips`: no circle of peers waits for parts of each other
+            if arrival is None or arrival.head != head or arrival.parts <= start:
+                return await stream.send(No())
+            await stream.send(RecordHeader(head, arrival.update.digests, more, start))
+            for number in range(start, len(arrival.update.digests)):
+                await self._wait_for_part(stream, arrival, number)
+                stream.push(Values())
+                for piece in torch.split(arrival.update.part(number), BYTES):
                     await stream.send_payload(piece)
-            return
-        if answer is None:
-            return await stream.send(No())
-        values = await context.read_part(get.fragment, answer.head.id, answer.part)
+
+    async def _wait_for_part(self, stream: PeerStream, arrival: Arrival, number: int) -> None:
+        """Wait until a part is here, and say so meanwhile: the asker waits while bytes come."""
+        until = self._context.now() + STALL_FLOOR_S
+        while arrival.parts <= number:
+            try:
+                async with asyncio.timeout(WAITING_S):
+                    await self._context.tasks.until(lambda: arrival.parts > number)
+            except TimeoutError:
+                now = self._context.now()
+                until = now + STALL_FLOOR_S if arrival.live else until
+                if now >= until:
+                    raise
+                await stream.send(Waiting())
+
+    async def _send_values(self, stream: PeerStream, get: Get, answer: AnchorPart) -> None:
+        replica = self._context.replica
+        values = await self._context.read_part(get.fragment, answer.head.id, answer.part)
         if values is None:
             return await stream.send(No())
         whole = PartHeader(answer.head, answer.book, answer.digests)

@@ -33,6 +33,7 @@ FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes the
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
 SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether it takes any
+SLOWEST_BYTES_PER_S = 64.0  # a stranger that is slower holds up a frame, or a writer, no longer
 
 
 @dataclass
@@ -67,6 +68,18 @@ class PeerStream:
         self.received = 0  # messages
         self.instance = ""  # of the process at its other end, as it said
         self._chunk_s = 0.0
+        self._payload_in, self._filling = 0, Filling(reader, writer, memoryview(b""))
+        self._frames_in = 0
+
+    @property
+    def payload_in(self) -> int:
+        """Bytes of payload that came."""
+        return self._payload_in + self._filling.filled
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that came: those of messages, and of payload."""
+        return self._frames_in + self.payload_in
 
     def push(self, message: Message) -> int:
         """Write one message without waiting for anything; returns its bytes."""
@@ -89,27 +102,41 @@ class PeerStream:
         self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
     ) -> Message:
         """Read one message; `PayloadError` when it is invalid, or is longer than `limit` bytes."""
-        async with asyncio.timeout(timeout_s):
-            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-            if length > limit:
-                raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
-            frame = await self._reader.readexactly(length)
+        length = int.from_bytes(await self._read(_LENGTH_BYTES, timeout_s), "big")
+        if length > limit:
+            raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
+        slowest_s = length / SLOWEST_BYTES_PER_S
+        frame = await self._read(length, None if timeout_s is None else timeout_s + slowest_s)
         self._traffic.bytes_received += _LENGTH_BYTES + length
         self.received += 1
         return decode(frame)
+
+    async def _read(self, nbytes: int, timeout_s: float | None) -> bytes:
+        pieces, missing = list[bytes](), nbytes
+        async with asyncio.timeout(timeout_s):
+            while missing:
+                piece = await self._reader.read(missing)
+                if not piece:
+                    raise asyncio.IncompleteReadError(b"".join(pieces), nbytes)
+                pieces.append(piece)
+                missing -= len(piece)
+                self._frames_in += len(piece)
+        return b"".join(pieces)
 
     async def send_payload(self, payload: Tensor) -> None:
         """Write a uint8 tensor, which must not be changed afterwards: it may still be read."""
         await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
-        async with asyncio.timeout(SENDING_FACTOR * self._patience_s()):
+        slowest_s = payload.numel() / SLOWEST_BYTES_PER_S
+        async with asyncio.timeout(SENDING_FACTOR * self._patience_s() + slowest_s):
             await self._writer.drain()
 
     async def receive_payload(self, out: Tensor) -> None:
         """Fill a uint8 tensor. As long as bytes come, the link may be as thin as it likes."""
         loop, filled = asyncio.get_running_loop(), 0
-        begun_at, filling = loop.time(), Filling(self._reader, self._writer, out.numpy().data)
+        begun_at, self._payload_in = loop.time(), self.payload_in
+        filling = self._filling = Filling(self._reader, self._writer, out.numpy().data)
         while filling.filled < out.numel():
             try:
                 async with asyncio.timeout(self._patience_s()):

@@ -14,7 +14,7 @@ import torch
 
 from diloco.outer import digest, fragments
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
-from diloco.swarm.rpc import contribution, state
+from diloco.swarm.rpc import contribution, state, updates
 
 
 @contextmanager
@@ -40,6 +40,8 @@ def small_pieces(chunk: int = 8, part: int = 16) -> Iterator[None]:
         patch.object(digest, "PART", part),
         patch.object(contribution, "PIECE", chunk),
         patch.object(state, "PIECE", chunk),
+        patch.object(state, "BYTES", chunk),
+        patch.object(updates, "LEAST_PART", chunk),
     ):
         yield
 

@@ -58,9 +58,9 @@ def test_progress_is_a_step_or_the_first_head_after_one() -> None:
     members = members_of("a")
     for now, said in enumerate((Status(steps=1), Status(steps=1, tips={0: (1, "")})), start=1):
         members.hear("a", said, float(now))
-        assert member_of(members).moved_at == now
+        assert member_of(members).progress_at == now
     members.hear("a", Status(steps=1, tips={0: (2, "")}), 9.0)
-    assert (member_of(members).moved_at, member_of(members).heard_at) == (2.0, 9.0)
+    assert (member_of(members).progress_at, member_of(members).heard_at) == (2.0, 9.0)
 
 
 def test_a_peer_that_says_little_does_not_stall_by_that() -> None:

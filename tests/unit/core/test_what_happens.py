@@ -394,6 +394,7 @@ def test_liar() -> None:
     liar.anchors.done = lies  # type: ignore[method-assign]
     swarm.until(swarm.now + 60.0)
     others = [peer for peer in swarm.peers.values() if peer is not liar]
+    swarm.until(swarm.now + 5.0, lambda: len({peer.tip().head.id for peer in others}) == 1)
     assert all(max(map(abs, peer.anchors.now[0])) < 10**5 for peer in others)
     assert len({peer.tip().head.id for peer in others}) == 1
     assert others[0].tip().head.author != liar.name

@@ -10,7 +10,16 @@ import pytest
 from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
-from diloco.messages.bulk import MAX_PARTS, Get, No, PartHeader, RecordHeader, Values
+from diloco.messages.bulk import (
+    MAX_PARTS,
+    UPDATE_PARTS,
+    Get,
+    No,
+    PartHeader,
+    RecordHeader,
+    Values,
+    Waiting,
+)
 from diloco.messages.codec import REMEDY, OtherVersion, UnknownKind, decode, encode, expect, kinds
 from diloco.messages.control import (
     MAX_GREETING_BYTES,
@@ -106,7 +115,7 @@ EXAMPLES = [
     STATUS,
     HELLO,
     Figures(3, 1, 2.5, 4, 5, 1, [1.0] * 4),
-    Offer(LINE, 2.0),
+    Offer(LINE),
     Answer(0, "a", 5, "want", 7),
     Welcome(),
     Lease("a", 3, ((1, 5),)),
@@ -114,12 +123,13 @@ EXAMPLES = [
     Greeting("x", 3, "ab" * 8),
     Refusal("no"),
     No(),
-    Got(),
+    Got(7),
     Values(),
     Revocations(1, ["ab" * 8], ["a"], "ab" * 64),
-    ContributionHeader(LINE, 7),
-    Get(0, (7, D), D, 3),
-    RecordHeader(HEAD, 2),
+    ContributionHeader(LINE, 7, 1.5),
+    Get(0, (7, D), "", 3, D),
+    RecordHeader(HEAD, (D, D), 2, 1),
+    Waiting(),
     PartHeader(HEAD, BOOK, (D,)),
     InnerRequest(),
     InnerHeader(["0.w.exp_avg"], [3], [1]),
@@ -169,7 +179,7 @@ def test_the_largest_messages_fit_their_frames() -> None:
     book = Book(ledger, (D,) * MAX_LATE, tuple(ranges), 2**40, 1, (1e30, 1e30, 1e30))
     names = [f"0.{index}.exp_avg_sq" for index in range(MAX_MOMENTS)]
     for message in (
-        RecordHeader(head),
+        RecordHeader(head, (D,) * UPDATE_PARTS),
         PartHeader(head, book, (D,) * MAX_PARTS),
         InnerHeader(names, [2**40] * MAX_MOMENTS, [2**40] * MAX_MOMENTS),
     ):
@@ -185,7 +195,7 @@ def test_a_kind_that_a_newer_peer_may_know_is_told_from_nonsense() -> None:
 
 @pytest.mark.parametrize("first", [HELLO, Piece(WIRE_VERSION, b"")])
 def test_another_wire_version_is_refused_by_that_whatever_else_is_in_it(first: Message) -> None:
-    text = f"wire version 11 there does not fit 12 here; {REMEDY}"
+    text = f"wire version 11 there does not fit {WIRE_VERSION} here; {REMEDY}"
     for other in ({}, {"status": 5, "data": 5}, {"unknown": 1}):
         with pytest.raises(OtherVersion) as caught:
             decode(with_(first, wire_version=11, **other))

@@ -9,6 +9,7 @@ from diloco.core.events import Apply, Merge
 from diloco.core.history import state_of
 from diloco.messages.heads import Head
 from diloco.outer.digest import part_digests
+from diloco.swarm.rpc.updates import Update
 from tests.support.alone import Alone, alone
 from tests.support.core import OTHER, D
 from tests.support.coroutines import turns
@@ -23,7 +24,7 @@ def applying(node: Alone, anchor: torch.Tensor, limit: float = 1e9, state: str =
     book, before = tip.book, tip.head
     state, number = state or state_of(book, part_digests(anchor)), before.number + 1
     head = Head(0, number, before.id, OTHER, OTHER, (), 1, before.work + 10, D, state)
-    return Apply(0, head, book, update, limit, 0)
+    return Apply(0, head, book, Update.of(update), limit, 0)
 
 
 def test_an_update_moves_the_anchor_only_to_what_its_head_says() -> None:

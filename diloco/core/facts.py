@@ -98,7 +98,8 @@ class FragmentState:
     # for others
     records: dict[str, Record] = field(default_factory=dict)  # the newest, by the head before
     pinned: tuple[Tip, float] | None = None  # a tip kept until then, for those who fetch its parts
-    serving: dict[str, str] = field(default_factory=dict)  # which head is being sent, by peer
+    # ids of heads of which something is being sent, by peer, and `want` and `part` of its question
+    serving: dict[tuple[str, str, int], str] = field(default_factory=dict)
     # the next version
     pool: dict[str, Contribution] = field(default_factory=dict)  # to it, by contributor
     quorum_at: float | None = None  # since when a quorum of them is here
@@ -146,6 +147,13 @@ class FragmentState:
             self.fetch.asked = {part: one for part, one in asked.items() if one[0] != donor}
         elif self.fetch and self.fetch.donor == donor:
             self.fetch = None
+
+    def kept(self, now: float) -> Tip | None:
+        """A tip whose parts others fetch, and which is kept for them."""
+        if self.pinned is None:
+            return None
+        tip, until = self.pinned
+        return tip if now < until or tip.head.id in self.serving.values() else None
 
     def greater(self) -> dict[str, Key]:
         """Who tells a greater tip that is not refused."""

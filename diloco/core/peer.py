@@ -285,9 +285,8 @@ class Peer:
             core.fragments[index].coming.pop(peer, None)
         for index, key in status.arriving.items():
             f = core.fragments[index]
-            if key > f.tip.key:
-                f.coming[peer] = key
-                news = news or f.moving is None
+            f.coming[peer] = key
+            news = news or f.moving is None
         return news
 
     def _hear_plan(self, peer: str, status: Status) -> None:

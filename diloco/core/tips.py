@@ -137,7 +137,10 @@ def arriving(core: Facts, event: events.Arriving) -> None:
 
 def served(core: Facts, event: events.Served) -> None:
     """A donor's stream to a peer is over: another one may have its place."""
-    core.fragments[event.get.fragment].serving.pop(event.peer, None)
+    f, get = core.fragments[event.get.fragment], event.get
+    head = f.serving.pop((event.peer, get.want, get.part), "")
+    if f.pinned and head == f.pinned[0].head.id:
+        _pin(core, f, f.pinned[0])
 
 
 def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
@@ -317,20 +320,19 @@ def answer(core: Facts, event: events.Asked) -> None:
     known = get.fragment < len(core.fragments)
     answer: events.Records | events.AnchorPart | None = None
     if known and get.want:
-        answer = _part(core, core.fragments[get.fragment], get)
+        answer = _part(core.fragments[get.fragment], event.peer, get)
     elif known:
         answer = _newer(core, core.fragments[get.fragment], event.peer, get)
     core.out.append(events.Reply(event.peer, get, answer))
 
 
-def _part(core: Facts, f: FragmentState, get: Get) -> events.AnchorPart | None:
+def _part(f: FragmentState, peer: str, get: Get) -> events.AnchorPart | None:
     """A part of the anchor of the tip, or of the one that is pinned."""
-    tip, (pinned, _) = f.tip, f.pinned or (f.tip, 0.0)
-    kept = next((one for one in (tip, pinned) if one.head.id == get.want), None)
+    tips = (f.tip, *([f.pinned[0]] if f.pinned else []))
+    kept = next((tip for tip in tips if tip.head.id == get.want), None)
     if kept is None or get.part >= len(kept.parts):
         return None
-    if f.pinned and kept is pinned:
-        _pin(core, f, kept)
+    f.serving[peer, get.want, get.part] = kept.head.id
     return events.AnchorPart(kept.head, kept.book, kept.parts, get.part)
 
 
@@ -345,10 +347,11 @@ def _newer(
     tip, have = f.tip, get.have
     passes_on = f.arriving is not None and f.arriving.prev == have[1]
     head = f.arriving if f.arriving and passes_on else tip.head
-    others = [there for other, there in f.serving.items() if other != peer]
+    asked = (peer, "", get.part)
+    others = [head for name, head in f.serving.items() if not name[1] and name != asked]
     if head.key <= have or others.count(head.id) >= core.settings.fanout:
         return None  # it is no news, or to be had elsewhere
-    f.serving[peer] = head.id
+    f.serving[asked] = head.id
     if passes_on:
         return events.Records((Record(head, None),))
     chain, prev = list[Record](), get.have[1]
@@ -357,11 +360,13 @@ def _newer(
         prev = chain[-1].head.id
     if chain and prev == tip.head.id:
         return events.Records(tuple(chain))
-    if f.pinned is None or core.now > f.pinned[1] or f.pinned[0].key <= have:
+    kept = f.kept(core.now)
+    if kept is None or kept.key <= have:
         _pin(core, f, tip)
-    assert f.pinned
-    tip = f.pinned[0]
+    else:
+        tip = kept
     if not tip.parts:
-        del f.serving[peer]
+        del f.serving[asked]
         return None
+    f.serving[asked] = tip.head.id
     return events.AnchorPart(tip.head, tip.book, tip.parts, 0)

@@ -42,13 +42,13 @@ class Village(DrivenCrowd):
         self.at, self.broken, self.start_values = list[float](), False, torch.arange(float(NUMEL))
         ask = state.ask
 
-        async def watched(stream: Any, get: Any, *rest: Any) -> Any:
+        async def watched(context: Any, stream: Any, get: Any) -> Any:
             if not (loop.owner or "").startswith("joiner"):
-                return await ask(stream, get, *rest)
+                return await ask(context, stream, get)
             self.asked.append((stream.peer, get.part))
             if self.broken:
                 raise ConnectionResetError("broken")
-            answer = await ask(stream, get, *rest)
+            answer = await ask(context, stream, get)
             if isinstance(answer, AnchorPart):
                 self.came.append((stream.peer, answer.part))
                 self.at.append(loop.seconds)

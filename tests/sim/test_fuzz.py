@@ -50,10 +50,12 @@ def test_no_number_within_its_bounds_ends_or_stops_a_peer(seed: int) -> None:
 
 
 def with_plan(example: Any) -> Any:
-    """A plan that is all zeros is not sent."""
+    """A plan that is all zeros is not sent, nor is what arrives where nothing does."""
     if isinstance(example, Hello):
         return altered(example, status=with_plan(example.status))
-    return altered(example, planned=(1, 2, 3)) if isinstance(example, Status) else example
+    if not isinstance(example, Status):
+        return example
+    return altered(example, planned=(1, 2, 3), arriving={0: (7, "a" * 64)})
 
 
 @pytest.mark.parametrize("example", [*map(with_plan, EXAMPLES)], ids=lambda example: example.kind)

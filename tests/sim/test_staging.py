@@ -32,6 +32,7 @@ from diloco.outer.local import Local, Staging, staging_of, train_on_current_stre
 from diloco.outer.replica import Replica
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.runtime import NodeThread
+from diloco.swarm.rpc.updates import Update
 from diloco.testing.fuzz.virtual import small_pieces
 from tests.support.alone import Alone
 from tests.support.core import ME, OTHER, D
@@ -357,7 +358,7 @@ class Sending:
         made = state_of(book, part_digests(target))
         head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, made)
         self.control.moving = Moving(head, book, update, OTHER)
-        return Apply(0, head, book, update, 1e9, 0)
+        return Apply(0, head, book, Update.of(update), 1e9, 0)
 
 
 @asynccontextmanager

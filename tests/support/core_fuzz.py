@@ -241,8 +241,10 @@ class World(Promises):
                 few = self.often(peer, to, 1.0) <= 8 * settings.fragments
                 holds(few, peer.name, "asks", to, "again and again")
             case events.Reply(_, get, events.Records(records)):
-                times = self.often(peer, records[-1].head.id, settings.refresh_s)
-                holds(times <= 2 * settings.fanout, peer.name, "serves a record to all")
+                serving = peer.facts.fragments[get.fragment].serving.items()
+                records_to = [to for (to, want, _), head in serving if not want]
+                few = len(records_to) <= settings.fanout * len({head for _, head in serving})
+                holds(few and records, peer.name, "serves a record to all")
             case events.Exit():
                 core = peer.facts
                 self.saves[peer.name].append(peer.saved())

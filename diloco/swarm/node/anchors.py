@@ -169,7 +169,8 @@ class Anchors:
         """Keep what others read of this anchor, and the base of what is being learned from it."""
         core = self._core.facts
         f, copy = core.fragments[fragment], self._copies.get(fragment)
-        kept = f.pinned[0].head.id if f.pinned and self._context.now() < f.pinned[1] else ""
+        pinned = f.kept(self._context.now())
+        kept = pinned.head.id if pinned else ""
         if kept == f.tip.head.id:
             self._copies[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
         elif copy and copy[0] != kept:

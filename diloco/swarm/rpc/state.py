@@ -219,7 +219,7 @@ class StateServer:
             else:
                 await self._send_values(stream, get, answer)
         finally:
-            if answer is not None and not get.want and not context.tasks.closed:
+            if answer is not None and not context.tasks.closed:
                 context.do(Served(stream.peer, get))
 
     async def _send_records(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.admission import RunKey, issue
-from diloco.config import Config, Manifest, choices, compose, help_text
+from diloco.config import WIRE_VERSION, Config, Manifest, choices, compose, help_text
 from diloco.config.explain import description, setting_fields
 from diloco.config.manifest import hash_of, planned, raised
 from diloco.errors import ConfigError
@@ -46,7 +46,7 @@ OUTERS = ", ".join(choices()["outer"])
 
 # A manifest as another implementation would write it: any key order, any spaces.
 HAND_WRITTEN = """{
-  "wire_version": 12,
+  "wire_version": 13,
   "run": {"seed": 3, "id": "golden"},
   "outer": {"method": "diloco", "sync_every": 25, "fragments": 4, "lr": 0.7, "momentum": 0.9,
             "codec_up": "int8", "codec_down": "e3m0"},
@@ -317,7 +317,7 @@ def edited(key: str, *value: object) -> str:
     return json.dumps(content)
 
 
-NOT_OURS = "this diloco speaks 12; install the same version on all peers"
+NOT_OURS = f"this diloco speaks {WIRE_VERSION}; install the same version on all peers"
 
 
 @pytest.mark.parametrize(

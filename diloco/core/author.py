@@ -91,11 +91,14 @@ def _stalled(core: Facts, f: FragmentState) -> set[str]:
 
 
 def _round_s(core: Facts, f: FragmentState, item: Contribution) -> float:
-    """Seconds from the base, or from when the peer began its round, until its contribution came."""
-    began = f.adopted_at.get(item.line.base, item.arrived_at)
-    member = core.members.get(item.line.peer)
-    if member and member.began_at <= item.arrived_at:
-        began = max(began, member.began_at)
+    """Seconds from the base, or from when the peer began its round, until its contribution came.
+    Who has sent it is in its next round already, which began less than these inner steps ago."""
+    began, line = f.adopted_at.get(item.line.base, item.arrived_at), item.line
+    member = core.members.get(line.peer)
+    if member and member.status.steps_per_s:
+        latest = item.captured_at - line.steps / member.status.steps_per_s / 2
+        rounds = (member.began_at, member.began_before)
+        began = max([began, *(at for at in rounds if at <= latest)])
     return item.arrived_at - began
 
 

@@ -143,16 +143,16 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
             core.note("stuck", fragment=f.index, author=author, waited_s=round(now - known, 1))
         elif via == author and is_new:  # it is wanted
             item.sent_to = via
-            _send(core, item, 0)
+            _send(core, f, item, 0)
         elif via and (item.sent_to != via or now >= item.offer_at):
             item.sent_to, item.offer_at = via, now + core.settings.refresh_s
             item.held_since, item.unanswered = known, True
             core.send(via, Offer(item.line))
 
 
-def _send(core: Facts, item: Contribution, at: int) -> None:
+def _send(core: Facts, f: FragmentState, item: Contribution, at: int) -> None:
     """Send a payload. It is offered again if no byte of it arrives; else its stream may break."""
-    item.offer_at, item.sending_since = core.now + core.settings.deadline_s, core.now
+    item.offer_at, item.sending_since = core.now + core.deadline_s(f), core.now
     item.sent_bytes = at
     age_s = min(core.now - item.captured_at, MAX_SECONDS)
     core.out.append(SendPayload(item.sent_to, item.line, item.payload, at, age_s))
@@ -215,7 +215,7 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
         wants, item.unanswered = answer.says == "want" and item.unanswered, False
         if wants:
             item.held_since = None
-            return _send(core, item, answer.at)
+            return _send(core, f, item, answer.at)
         item.offer_at = min(item.offer_at, core.now + core.settings.refresh_s)
         if answer.says == "got" and item.held_since is None:
             item.held_since = core.now

@@ -319,6 +319,10 @@ class Facts:
         cycle_s = self.cycle / self.steps_per_s if self.steps_per_s else 0.0
         return max(versions_s, cycle_s + f.sent_s)
 
+    def deadline_s(self, f: FragmentState) -> float:
+        """In which the first bytes of an answer come: on thin links they queue behind others."""
+        return max(self.settings.deadline_s, self.round_s(f) / 8)
+
     def patience_s(self, f: FragmentState) -> float:
         """How long an author may have a contribution without a version: four rounds at least."""
         return max(self.settings.stuck_s, 4 * self.round_s(f))

@@ -40,6 +40,7 @@ class Member:
     hears: set[str]  # members that may be an author, and are connected to it
     units: Units
     began_at: float  # its round
+    began_before: float = -math.inf  # the round before
     stepped: bool = True
     interval_s: float = 0.0  # between its statuses, as a moving average
     paused_at: float = math.inf  # when it began to evaluate or to save; inf while it does not
@@ -63,7 +64,7 @@ class Member:
         elif status.moved != before.moved:
             self.progress_at = now
         if status.position < before.position or (before.waits and not status.waits):
-            self.began_at = now
+            self.began_before, self.began_at = self.began_at, now
         if before.pauses and not status.pauses:
             self.progress_at = self.resumed_at = now
         self.paused_at = min(self.paused_at, now) if status.pauses else math.inf

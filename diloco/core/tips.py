@@ -61,7 +61,7 @@ def fetch(core: Facts, f: FragmentState) -> None:
     if best and (f.fetch is None or (free and not f.fetch.donor)):
         donor = min(free or best, key=lambda peer: score(int(now), core.me + peer))
         have = (f.tip.head.work, "") if f.mismatch else f.tip.key
-        f.fetch = Fetch(donor, now + core.settings.deadline_s)
+        f.fetch = Fetch(donor, now + core.deadline_s(f))
         core.out.append(events.AskDonor(donor, Get(f.index, have)))
 
 
@@ -73,7 +73,7 @@ def _ask_parts(core: Facts, f: FragmentState, fetching: Fetch, goal: Goal) -> No
     known = fetching.parts.keys() | fetching.asked.keys()
     missing = [part for part in range(f.sizes.parts) if part not in known]
     busy = [donor for donor, _ in fetching.asked.values()]
-    until = core.now + core.settings.deadline_s
+    until = core.now + core.deadline_s(f)
     for donor in donors * PARTS_EACH:
         if missing and busy.count(donor) < PARTS_EACH:
             part = missing.pop(0)
@@ -127,12 +127,14 @@ def arriving(core: Facts, event: events.Arriving) -> None:
     f, head = core.fragments[event.get.fragment], event.head
     if f.fetch is None or f.fetch.goal or f.fetch.donor != event.peer or f.moving or f.received:
         return
+    if head.prev != f.tip.head.id:
+        return  # a later one of several records
     if not _is_believed(core, event.peer, head):
         _failed(core, f, event.peer)
     elif why := _objection(core, f, head):
         _refuse(core, f, event.peer, why, head)
     else:
-        f.arriving = head
+        f.arriving, f.fetch.until = head, inf
 
 
 def served(core: Facts, event: events.Served) -> None:

@@ -102,7 +102,7 @@ class ContributionServer:
 
     async def answer(self, stream: PeerStream, push: ContributionHeader) -> None:
         """Give the core a payload (uint8) that is what its line says."""
-        line = push.line
+        line, begun_at = push.line, self._context.now()
         if not self._context.core.wants(line):
             said = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
             raise PayloadError(said)
@@ -121,7 +121,8 @@ class ContributionServer:
                 said = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
                 raise PayloadError(said)
         await stream.send(Got(payload.numel()))
-        self._context.do(events.Delivered(stream.peer, line, payload, push.age_s))
+        age_s = push.age_s + self._context.now() - begun_at
+        self._context.do(events.Delivered(stream.peer, line, payload, age_s))
 
     async def _payload(self, stream: PeerStream, line: Line, at: int) -> Tensor:
         partial, name = self._context.partial, (line.fragment, line.peer, line.stamp)

@@ -10,10 +10,13 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
 _UNITS = "kMGT"
+_NUMBER = r"\d{1,30}\.?\d{0,30}(?:e[+-]?\d\d?)?|\.\d{1,30}"
+_RATE = re.compile(rf"\s*({_NUMBER})\s*(?:([kMGT]?)(bit|b|B)(?:/s|ps)?)?\s*", re.ASCII)
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
 # A word that may hold a secret; what stands after `token=` and is no path; a private key.
@@ -118,6 +121,33 @@ def _scaled(count: float | None) -> tuple[str, str]:
         count, index = count / 1000, index + 1
     digits = 1 if index and abs(count) < 99.95 else 0
     return f"{count:.{digits}f}", _UNITS[index - 1 : index] if index else ""
+
+
+def rate_bytes(text: str) -> float:
+    """`50Mbit`, `1.5 Gbit/s`, `20Mbps` or `6MB/s` in bytes per second.
+
+    Raises `ValueError` that says what to write, also for a number without a unit.
+    """
+    found = _RATE.fullmatch(text)
+    if found is None or not (number := Decimal(found[1])):
+        raise ValueError("is no rate above 0; write it like 50Mbit, 1.5Gbit/s or 6MB")
+    if found[3] is None:
+        short, bits = "".join(_exact(number)), rate_text(float(number))
+        readings = f"{short}B (which is {bits}) or {short}bit"
+        raise ValueError(f"could be bits or bytes per second; write {readings}")
+    number = number.scaleb(3 * (_UNITS.find(found[2] or "-") + 1))
+    return float(number if found[3] == "B" else number / 8)
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """6.25e6 -> "50 Mbit/s", which `rate_bytes` reads as exactly this number."""
+    number, unit = _exact(Decimal(repr(8 * bytes_per_s)))
+    return f"{number} {unit}bit/s"
+
+
+def _exact(number: Decimal) -> tuple[str, str]:
+    index = min(max(number.adjusted() // 3, 0), len(_UNITS))
+    return f"{number.scaleb(-3 * index).normalize():f}", _UNITS[index - 1 : index] if index else ""
 
 
 def human_seconds(seconds: float) -> str:

@@ -70,11 +70,14 @@ class Options:
 
         return frozenset(map(key_of, self.overrides))
 
-    def compose(self, given: Sequence[str] = (), starts: bool = False) -> Config:
+    def compose(
+        self, given: Sequence[str] = (), starts: bool = False, together: bool = False
+    ) -> Config:
         """The configuration of the user's overrides and of those that the command adds.
 
         `starts`: the command may begin a run, whose manifest has digests in place of files of this
-        machine. With --cfg it is printed, and the command ends here.
+        machine. `together`: it is of `local.peers` peers. With --cfg it is printed, and the command
+        ends here.
         """
         from diloco.config import compose
 
@@ -85,7 +88,8 @@ class Options:
 
             click.echo(help_text(self.start))
             raise click.exceptions.Exit
-        config = compose([*map(_from_stdin, self.overrides), *given], self.start)
+        start = replace(self.start, together=together)
+        config = compose([*map(_from_stdin, self.overrides), *given], start)
         wants_digests = starts if self.cfg is None else self.cfg == "manifest"
         if wants_digests and config.names_files:
             from diloco.train.start_files import resolved

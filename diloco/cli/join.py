@@ -47,7 +47,7 @@ def join(address: str | None, yes: bool, options: Options) -> int:
     diloco join /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
     diloco join @link.txt
     diloco join -
-    diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=1e6
+    diloco join ADDRESS train.device=cpu train.threads=4 swarm.upload_limit=8Mbit
 
     Nothing but the ADDRESS is needed; - reads it from stdin. The run's settings come from the
     swarm; device, precision, threads and how much of a batch is computed at a time from a look at

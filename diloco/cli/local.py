@@ -58,7 +58,7 @@ def local(options: Options) -> int:
     The peers talk over the real network stack. Running it again with the same run.dir resumes the
     run.
     """
-    return run(options.compose(starts=True))
+    return run(options.compose(starts=True, together=True))
 
 
 def run(config: Config) -> int:

@@ -1,14 +1,14 @@
 """`diloco plan`: what a link would make of a run, and the memory of a peer, by arithmetic alone.
 
-F fragments, which have one author each, are exchanged at once, and the busiest of n peers has h =
-ceil(F/n) of them. Its link carries in each direction (n - 1) h/F (U + D) bytes: contributions of
-the others, U for the whole model, and updates to them, D (arXiv 2501.18512 counts the same for an
-all-reduce). With a quorum K, n/K versions are made while a peer trains, and D are the updates of
-them all, or the state if that is smaller. So one exchange takes T = 8 (n - 1) h/F (U + D) / W + 11
-latency at bandwidth W. Overlap hides tau s of it, for tau inner steps of s seconds.
+F fragments, which have one author each, are exchanged at once. The busiest of n peers has h =
+ceil(F/n) of them, others have floor(F/n). U and D are the bytes of the whole model as contributions
+and as updates; with a quorum K, D are those of n/K versions, or the state if that is smaller. An
+exchange sends contributions, in max(U (1 - floor(F/n)/F) / up, (n - 1) U h/F / down), and then
+updates, in max(D max(2 h/F, 1 - 1/n) / up, D (1 - floor(F/n)/F) / down): an author sends its update
+twice, and peers pass parts on while they arrive. That adds log2(n) parts, of D/64F and at least 16
+KiB, and there are 10 + log2(n) latencies. Overlap hides tau s, for tau inner steps of s seconds.
 
-Compared with `diloco simulate` (37,000 parameters, 4 peers, 1 MB/s, 50 ms), the predicted wait is
-up to a tenth too short if fragments go together, and a tenth too long if they are staggered.
+It was not compared with `diloco simulate` since updates are passed on in parts.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from diloco.cli import Command, Options, configured
 from diloco.errors import ConfigError
+from diloco.text import counted, human_bytes, rate_bytes, rate_text
 
 if TYPE_CHECKING:
     from diloco.config import Config, OuterConfig
 
 GIB = 2**30
-TRIPS = 11  # one-way trips of an exchange in the simulator: offer, payload, tip, record, answers
-
-_BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?\s*")
-_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
+# One-way trips of an exchange of two in the simulator: offer, payload, tip, record, answers.
+TRIPS = 11
+PARTS, LEAST_PART = 64, 2**14  # of an update, and bytes
+FRAGMENTS = {1, 2, 4, 8, 16, 24, 32}  # which are compared
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
 @click.command(cls=Command)
 @configured
 @click.option("--step-s", type=click.FloatRange(0, min_open=True), help="Seconds of an inner step.")
-@click.option("--bandwidth", default="100Mbit", help="Of each peer's link, each way.")
+@click.option("--bandwidth", default="100Mbit", help="Of each peer's link: each way, or DOWN/UP.")
 @click.option("--latency-ms", type=click.FloatRange(0, 60_000), default=50.0, help="One way.")
 @click.option("--target", type=_SHARE, default=0.95, help="Utilization to plan for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -54,20 +56,22 @@ def plan(
 
     \b
     diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
-    diloco plan experiment=quickstart --target 0.99
+    diloco plan experiment=quickstart --bandwidth 100Mbit/20Mbit --target 0.99
 
     local.peers is the size of the swarm, and diloco doctor measures a link. Without --step-s an
     inner step is measured here. The bandwidth and the inner steps that reach the target are
-    printed, too.
+    printed, too, and the number of fragments with which peers wait least.
     """
-    config = options.compose()
+    config = options.compose(together=True)
     from diloco.train.machine import memory_rows, parameters_of, sequence_bytes
 
-    link = NetworkLink(parse_bandwidth(bandwidth), latency_ms / 1000)
+    link = parse_link(bandwidth, latency_ms / 1000)
     numel, is_measured = parameters_of(config.model), step_s is None
     step_s = _measured_step(config) if step_s is None else step_s
     exchange = ExchangeSize.of(config.outer, numel, config.local.peers)
-    needed = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    needed = needed_link(exchange, link, step_s, target)
+    most = most_fragments(config, numel)
+    best, waits = compare_fragments(exchange, link, step_s, most)
     report: dict[str, Any] = {
         "model": config.model.name,
         "parameters": numel,
@@ -78,8 +82,9 @@ def plan(
         "target": target,
         "exchange": asdict(exchange),
         "predicted": asdict(predict(exchange, link, step_s)),
-        "needed_bits_per_s": needed if math.isfinite(needed) else None,
+        "needed_link": None if needed is None else asdict(needed),
         "needed_sync_every": needed_sync_every(exchange, link, step_s, target),
+        "fragments": {"best": best, "wait_s": waits},
         "memory": [row._asdict() for row in memory_rows(config, exchange.peers)],
         "sequence_bytes": sequence_bytes(config),
     }
@@ -87,6 +92,7 @@ def plan(
         click.echo(json.dumps(report, indent=2))
         return 0
     rows = _sizes(report, config.outer, exchange) + arithmetic(exchange, link, step_s, target)
+    rows += [("fragments", _advice(best, exchange.fragments, waits))] if most else []
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     click.echo("\n".join([*lines, "", *_memory(report)]))
@@ -148,9 +154,10 @@ def _memory(report: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A peer's link, with the same bandwidth in both directions; the latency is one way."""
+    """A peer's link; the latency is one way."""
 
-    bits_per_s: float
+    down_bytes_per_s: float
+    up_bytes_per_s: float
     latency_s: float = 0.0
 
 
@@ -212,11 +219,23 @@ class ExchangeSize:
         return self.fragments // self.at_once
 
     @property
-    def busiest_bytes(self) -> float:
-        """Bytes of one exchange in each direction of the busiest author's link."""
-        authored = -(-self.at_once // self.peers)  # fragments of one exchange (`Facts.heir`)
-        share = (self.peers - 1) * authored / self.fragments
-        return share * (self.bytes_up + self.bytes_back)
+    def phases(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Bytes that the busiest uplink and downlink carry: of contributions, then of updates."""
+        peers, authored = self.peers, -(-self.at_once // self.peers)  # as in `Facts.heir`
+        of_others = self.at_once - self.at_once // peers
+        sent, back = self.bytes_up / self.fragments, self.bytes_back / self.fragments
+        copies = max(min(2, peers - 1) * authored, self.at_once * (1 - 1 / peers))
+        return (of_others * sent, (peers - 1) * authored * sent), (copies * back, of_others * back)
+
+    def seconds(self, link: NetworkLink) -> tuple[float, float]:
+        """Seconds of one exchange for its bytes, and for its latencies."""
+        if self.peers == 1:
+            return 0.0, 0.0
+        up, down, hops = link.up_bytes_per_s, link.down_bytes_per_s, math.log2(self.peers)
+        update = self.bytes_back / self.fragments
+        relays_s = hops * min(update, max(update / PARTS, LEAST_PART)) / up
+        phases_s = sum(max(sent / up, got / down) for sent, got in self.phases)
+        return phases_s + relays_s, (TRIPS - 1 + hops) * link.latency_s
 
 
 @dataclass(frozen=True)
@@ -226,7 +245,7 @@ class Prediction:
     utilization: the share of compute. exchange_s: seconds of one exchange, even if training goes on
         meanwhile. wait_s: seconds that the peer waits.
     bytes_sent: bytes that an average peer sends; it receives as many.
-    peak_bytes: bytes of one exchange through the busiest author's link.
+    peak_bytes: bytes of one exchange through the busiest uplink or downlink, at most.
     """
 
     utilization: float
@@ -239,25 +258,24 @@ class Prediction:
 
 def predict(exchange: ExchangeSize, link: NetworkLink, step_s: float) -> Prediction:
     """The outer step of peers whose inner steps take `step_s` seconds each."""
-    exchange_s = 0.0
-    if exchange.peers > 1:
-        exchange_s = 8 * exchange.busiest_bytes / link.bits_per_s + TRIPS * link.latency_s
+    exchange_s = sum(exchange.seconds(link))
     compute_s = exchange.sync_every * step_s
     wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.overlap * step_s)
     sent = round((1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_back))
-    share, peak = compute_s / (compute_s + wait_s), round(exchange.busiest_bytes)
+    share = compute_s / (compute_s + wait_s)
+    peak = round(max(map(sum, zip(*exchange.phases, strict=True))))
     return Prediction(share, compute_s, exchange_s, wait_s, sent, peak)
 
 
-def needed_bits_per_s(
-    exchange: ExchangeSize, latency_s: float, step_s: float, target: float
-) -> float:
-    """The bandwidth for a utilization of `target` (0 to 1, exclusive); infinite if none does."""
-    if exchange.peers == 1:
-        return 0.0
+def needed_link(
+    exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
+) -> NetworkLink | None:
+    """The same link so much faster or slower that utilization is `target` (0 to 1, exclusive)."""
     wait_s = (1 - target) / target * exchange.sync_every * step_s / exchange.per_cycle
-    left_s = exchange.overlap * step_s + wait_s - TRIPS * latency_s
-    return 8 * exchange.busiest_bytes / left_s if left_s > 0 else math.inf
+    transfer_s, latencies_s = exchange.seconds(link)
+    left_s = exchange.overlap * step_s + wait_s - latencies_s
+    down, up = (transfer_s * rate for rate in (link.down_bytes_per_s, link.up_bytes_per_s))
+    return NetworkLink(down / left_s, up / left_s, link.latency_s) if left_s > 0 else None
 
 
 def needed_sync_every(
@@ -277,37 +295,67 @@ def arithmetic(
     """The prediction as pairs of a name and a value, for the larger ones with the formula."""
     now = predict(exchange, link, step_s)
     compute, wait, one = (_seconds(each) for each in (now.compute_s, now.wait_s, now.exchange_s))
-    both = f"({_scaled(exchange.bytes_up, 'B')} + {_scaled(exchange.bytes_back, 'B')})"
-    sent = f"(1 - 1/{exchange.peers}) x {both} = {_scaled(now.bytes_sent, 'B')}"
-    bandwidth = needed_bits_per_s(exchange, link.latency_s, step_s, target)
+    both = f"({human_bytes(exchange.bytes_up)} + {human_bytes(exchange.bytes_back)})"
+    sent = f"(1 - 1/{exchange.peers}) x {both} = {human_bytes(now.bytes_sent)}"
+    needed = needed_link(exchange, link, step_s, target)
     interval = needed_sync_every(exchange, link, step_s, target)
     return [
+        ("link", f"{_rates(link)}, {link.latency_s * 1e3:.4g} ms one way"),
         ("sent per peer and outer step", sent),
-        ("through the busiest author", f"{_scaled(now.peak_bytes, 'B')} per exchange"),
+        ("through the busiest link", f"{human_bytes(now.peak_bytes)} per exchange"),
         ("one exchange", one if exchange.peers > 1 else "none: one peer"),
         ("compute, waiting", f"{compute} and {wait} per outer step"),
         ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),
-        (f"peak bandwidth for {target:.4g}", _scaled(bandwidth, "bit/s")),
+        (
+            f"peak bandwidth for {target:.4g}",
+            "more than any link" if needed is None else _rates(needed),
+        ),
         (f"inner steps for {target:.4g}", f"{interval} between exchanges"),
     ]
 
 
-def parse_bandwidth(text: str) -> float:
-    """`100Mbit`, `1.5Gbit/s` or `12MB/s` in bits per second; else, and for zero, `ConfigError`."""
-    found = _BANDWIDTH.fullmatch(text)
-    if found is None or float(found[1]) == 0:
-        example = "write it like 100Mbit, 1.5Gbit or 12MB (per second)"
-        raise ConfigError(f"--bandwidth={text[:40]!r} is no bandwidth; {example}")
-    return float(found[1]) * _PREFIXES[found[2]] * (8 if found[3] == "B" else 1)
+def most_fragments(config: Config, numel: int) -> int:
+    """The most fragments that model and schedule allow; 0 where there are no authors."""
+    outer, layers = config.outer, config.model.config.get("num_hidden_layers")
+    dealt = layers if isinstance(layers, int) else outer.fragments
+    most = min(numel, dealt if outer.pattern == "strided" else numel)
+    most = min(most, outer.sync_every) if outer.staggered else most
+    return 0 if outer.method == "data_parallel" else most
 
 
-def _scaled(value: float, unit: str) -> str:
-    if not math.isfinite(value):
-        return "more than any link"
-    size, prefix = next(
-        ((size, prefix) for prefix, size in _PREFIXES.items() if value >= size * 0.9995), (1.0, "")
-    )
-    return f"{value / size:.3g} {prefix}{unit}"
+def compare_fragments(
+    exchange: ExchangeSize, link: NetworkLink, step_s: float, most: int
+) -> tuple[int, dict[int, float]]:
+    """The best of numbers up to `most`, and for each the seconds of waiting per outer step.
+
+    Of those within 5 % of the shortest wait it is the number that is set, or else the lowest.
+    """
+    now = exchange.fragments
+    tried = sorted({now} | {n for n in FRAGMENTS | {exchange.peers} if n <= most})
+    waits = {n: predict(replace(exchange, fragments=n), link, step_s).wait_s for n in tried}
+    good = [n for n in tried if waits[n] <= 1.05 * min(waits.values())]
+    return now if now in good else good[0], waits
+
+
+def _advice(best: int, now: int, waits: Mapping[int, float]) -> str:
+    shown = sorted({best, now if best != now else min(waits)})
+    each = (f"{_seconds(waits[number])} with {counted(number, 'fragment')}" for number in shown)
+    return f"waiting {', '.join(each)}: outer.fragments={best}"
+
+
+def parse_link(text: str, latency_s: float = 0.0) -> NetworkLink:
+    """`100Mbit` for both directions, or `100Mbit/20Mbit` (down/up); `ConfigError` for others."""
+    down, *up = re.split(r"/(?=[\s\d.])", text, maxsplit=1)
+    try:
+        return NetworkLink(rate_bytes(down), rate_bytes(*(up or [down])), latency_s)
+    except ValueError as error:
+        raise ConfigError(f"--bandwidth={text[:40]!r} {error}") from None
+
+
+def _rates(link: NetworkLink) -> str:
+    both = (link.down_bytes_per_s, link.up_bytes_per_s)
+    down, up = (rate_text(float(f"{8 * rate:.3g}") / 8) for rate in both)
+    return f"{down} each way" if down == up else f"{down} down, {up} up"
 
 
 def _seconds(value: float) -> str:

@@ -82,7 +82,8 @@ def _sweep(
         raise ConfigError(
             f"--cfg={options.cfg} shows one configuration; diloco sweep has --dry-run"
         )
-    place, members = _members(command, options.overrides, options.start, jobs, place)
+    start = replace(options.start, together=command != "train")
+    place, members = _members(command, options.overrides, start, jobs, place)
     ended = [one for one in members if one.has_ended()]
     if dry_run:
         for one in members:

@@ -112,13 +112,13 @@ def simulate(options: Options) -> int:
 
     \b
     diloco simulate experiment=quickstart run.dir=runs/sim
-    diloco simulate experiment=smoke local.peers=4 sim.bandwidth=1e6 sim.latency_s=0.05
+    diloco simulate experiment=smoke local.peers=4 sim.bandwidth=8Mbit sim.latency_s=0.05
     diloco simulate experiment=smoke local.peers=4 'sim.events=[crash:3@120,join:4@60]'
 
     Compute is real. An inner step takes sim.step_s virtual seconds, and sim.bandwidth and
     sim.latency_s say how long a transfer takes. The same settings give the same run.
     """
-    config = options.compose(starts=True)
+    config = options.compose(starts=True, together=True)
     import time
 
     from rich.console import Console

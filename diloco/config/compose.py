@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from diloco.config.files import (
     ConfigSource,
     choices,
     compose_files,
+    fragments_for,
     no_choice,
     read_saved,
     search_path,
@@ -171,6 +174,9 @@ def validated(composed: Composed) -> Config:
         begin = "its file begins with the line # @package _global_"
         raise ConfigError(f"an experiment holds no settings of a run; {begin}")
     split_commits(content, typed)
+    files: Any = OmegaConf.to_container(composed.tree, resolve=False)
+    if "${fragments_for:" in str(files["outer"].get("fragments")):
+        content["outer"]["fragments"] = _fragments(content, composed.start.together)
     try:
         config = Config.model_validate(content)
     except ValidationError as error:
@@ -181,6 +187,21 @@ def validated(composed: Composed) -> Config:
             text += f" another diloco wrote {file}, use that one, or delete the key from the file"
         raise ConfigError(text) from None
     return _with_key(config)
+
+
+def _fragments(content: Mapping[str, Any], together: bool) -> int:
+    """The number of a run that is resumed; else what suits the model and the expected peers."""
+    run_dir = Path(str(content["run"]["dir"]))
+    with suppress(OSError, ValueError, KeyError, TypeError):  # `check_same_run` says what is wrong
+        if any((run_dir / "checkpoints").glob("*/step-*")):
+            saved = json.loads((run_dir / "manifest.json").read_text("utf-8"))
+            return int(saved["outer"]["fragments"])
+    model, outer = content["model"], content["outer"]
+    # few layers cannot be dealt to many peers, nor do these exchange all fragments at once
+    alone = outer["pattern"] == "strided" or outer["staggered"] or model["adapter"] != "none"
+    peers = [content["swarm"]["min_peers"], content["local"]["peers"] if together else 1]
+    expected = max([1, *(number for number in peers if type(number) is int)])
+    return fragments_for(model["config"], 1 if alone else expected)
 
 
 def _with_key(config: Config) -> Config:

@@ -142,7 +142,7 @@ def explain(
         text = f"{key} is missing; expected {wanted}"
     elif kind == "value_error":  # a check of ours, which wrote its own line
         text = show(str(first["ctx"]["error"]), limit=400)
-    elif kind == "name":  # of `registry.py`
+    elif kind == "name":  # of `registry.py`, or of a rate
         text = f"{setting} {show(first['ctx']['why'], limit=400)}"
     else:
         wrong = "not a choice" if kind == "literal_error" else "not valid"

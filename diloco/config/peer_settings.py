@@ -19,6 +19,7 @@ from diloco.config.types import (
     NotEmpty,
     PeerAddress,
     PeerLocal,
+    Rate,
     Text,
     Tuple,
     Unquoted,
@@ -87,8 +88,8 @@ class SimConfig(PeerLocal):
     """Virtual seconds of an inner step, one for all peers or one per peer."""
     jitter: float = Field(0.0, ge=0, le=2)
     """Random spread of each inner step's seconds: they are multiplied by exp(N(0, jitter))."""
-    bandwidth: float | None = Field(None, gt=0, le=1e15)
-    """Bytes per second of each peer's link, each way; null is no limit."""
+    bandwidth: Rate | None = None
+    """Bandwidth of each peer's link, each way; null is no limit."""
     latency_s: float = Field(0.0, ge=0, le=60, description="Seconds on the way from peer to peer.")
     loss: float = Field(0.0, ge=0, lt=1, description="Chance that a bulk stream breaks.")
     events: Annotated[tuple[SimEvent, ...], Tuple] = ()
@@ -114,8 +115,8 @@ class PeerSwarmConfig(PeerLocal):
     """File with the run's private key, for its owner: this peer invites itself."""
     min_peers: int = Field(1, ge=1, le=100_000)
     """Peers, this one included, that must be there before inner step 1."""
-    upload_limit: float | None = Field(None, gt=0, le=1e12)
-    """Bytes per second that this peer sends of payload; null is no limit."""
+    upload_limit: Rate | None = None
+    """Most payload that this peer sends; null is no limit."""
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
     inner_state: Literal["donor", "cold"] = "donor"
     """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""

@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     model_serializer,
 )
@@ -26,6 +27,7 @@ from pydantic_core.core_schema import SerializerFunctionWrapHandler
 from diloco.config.address import unquoted
 from diloco.config.explain import TypeHint, explain
 from diloco.errors import ConfigError
+from diloco.text import rate_bytes, rate_text
 
 _Settings = TypeVar("_Settings", bound="Settings")
 
@@ -91,6 +93,13 @@ def _to_path(value: Any) -> Any:
     return Path(value) if isinstance(value, str) else value
 
 
+def _to_rate(value: Any) -> float:
+    try:
+        return rate_bytes(str(value))
+    except ValueError as error:
+        raise PydanticCustomError("name", "{why}", {"why": str(error)}) from None
+
+
 def _is_filled(value: tuple[Any, ...]) -> tuple[Any, ...]:
     if not value:
         raise PydanticCustomError("format", "empty list")
@@ -103,6 +112,14 @@ Directory = Annotated[Path, BeforeValidator(_to_path), TypeHint("a directory")]
 Unquoted = BeforeValidator(lambda value: unquoted(value) if isinstance(value, str) else value)
 Tuple = BeforeValidator(_to_tuple)
 NotEmpty = AfterValidator(_is_filled)
+# Bytes per second of a link. It is written as it is typed, so that a file of settings reads back.
+Rate = Annotated[
+    float,
+    BeforeValidator(_to_rate),
+    Field(ge=1, le=1e15),
+    PlainSerializer(rate_text),
+    TypeHint("a rate such as 50Mbit or 6MB (per second)"),
+]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Tuple]
 # A name becomes a file name and a DHT key, so it has nothing that is special to a shell or a path.

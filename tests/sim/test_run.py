@@ -57,7 +57,7 @@ def test_what_the_model_writes_is_told_once_per_version_and_changes_nothing(
 
 
 def test_the_same_seed_gives_the_same_run_to_the_last_event(tmp_path: Path) -> None:
-    hard = ["sim.bandwidth=20000", "sim.latency_s=0.05", "sim.loss=0.3"]
+    hard = ["sim.bandwidth=20kB", "sim.latency_s=0.05", "sim.loss=0.3"]
     hard.append("sim.events=[crash:2@6,join:2@9]")
     one, two = (simulated(tmp_path / name, *hard) for name in ("one", "two"))
     other = simulated(tmp_path / "other", *hard, "run.seed=1")
@@ -113,7 +113,7 @@ def test_nobody_waits_for_a_joiner_that_fetches_its_inner_state(
 
 
 def test_a_thin_link_costs_utilization_and_moves_no_anchor(tmp_path: Path) -> None:
-    wide, thin = simulated(tmp_path / "wide"), simulated(tmp_path / "thin", "sim.bandwidth=10000")
+    wide, thin = simulated(tmp_path / "wide"), simulated(tmp_path / "thin", "sim.bandwidth=10kB")
     assert digests(wide) == digests(thin)
     assert all(peer.utilization == pytest.approx(1.0) for peer in wide.summary.peers)
     assert all(peer.utilization < 0.5 for peer in thin.summary.peers)

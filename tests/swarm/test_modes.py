@@ -27,7 +27,7 @@ def test_four_real_peers_and_their_simulation_have_the_same_anchors(tmp_path: Pa
     chance."""
     both = (*SMOKE, *SMALL[1:])
     diloco("local", *both, "run.dir=real", directory=tmp_path).done()
-    thin = "sim.bandwidth=30000 sim.latency_s=0.1"
+    thin = "sim.bandwidth=30kB sim.latency_s=0.1"
     diloco("simulate", *both, "run.dir=sim", thin, directory=tmp_path).done()
     real, simulation = (summary_of(tmp_path / name) for name in ("real", "sim"))
     kinds = {event["kind"] for event in json_lines(tmp_path / "real" / "events.jsonl")}

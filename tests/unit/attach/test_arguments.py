@@ -37,6 +37,10 @@ def with_node(node: LastFlight | None = None, **settings: Any) -> Swarm:
         ({"method": "data_parallel"}, "method=data_parallel: a Swarm makes outer steps; diloco tr"),
         ({"address": "localhost:4100"}, "address=localhost:4100 is not valid; expected a list, ea"),
         ({"min_peers": 0}, "min_peers=0 is out of range; expected a whole number >= 1"),
+        (
+            {"upload_limit": 1e6},
+            "upload_limit=1000000.0 could be bits or bytes per second; write 1",
+        ),
         ({"sync_every": None}, "sync_every is missing; expected a whole number >= 1"),
     ],
 )
@@ -58,6 +62,7 @@ def test_settings_of_the_outer_step_come_from_several_places() -> None:
     assert fragments_of(3 * MOST_PARAMETERS - 5) == 3
     assert not made(outer="async", fragments=2)._fragments_by_size
     network: dict[str, Any] = {"listen": "/ip4/0.0.0.0/tcp/4100", "min_peers": 2}
+    network["upload_limit"] = "8Mbit"
     expected = made(**network).network
     assert made(network=network).network == made(network=expected).network == expected
 

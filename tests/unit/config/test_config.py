@@ -10,14 +10,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.admission import RunKey, issue
-from diloco.config import WIRE_VERSION, Config, Manifest, choices, compose, help_text
+from diloco.config import (
+    WIRE_VERSION,
+    Config,
+    ConfigSource,
+    Manifest,
+    choices,
+    compose,
+    help_text,
+)
 from diloco.config.explain import description, setting_fields
 from diloco.config.manifest import hash_of, planned, raised
 from diloco.errors import ConfigError
+from diloco.text import rate_bytes, rate_text
 from tests.support.errors import error_text
 
 # What a choice cannot do without; everything else loads as shipped.
@@ -88,6 +97,85 @@ def test_the_size_of_a_model_says_the_number_of_fragments() -> None:
         assert compose([f"outer={preset}", "model=150m"]).outer.fragments == fragments
     assert compose(["model=150m", "outer.fragments=3"]).outer.fragments == 3
     assert compose(["model=pretrained", "model.path=unknown/"]).outer.fragments == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "peers", "more", "fragments"),
+    [
+        ("tiny", 4, "", 4),
+        ("tiny", 64, "", 6),  # of 2**17 parameters and more
+        ("20m", 8, "", 8),
+        ("150m", 4, "", 8),  # five are as few as the size allows, and two for each author
+        ("150m", 16, "", 16),
+        ("1b", 1000, "", 64),
+        ("20m", 8, "adapter=lora", 1),
+        ("20m", 8, "outer.pattern=strided", 1),
+        ("20m", 8, "outer.staggered=true outer.sync_every=4", 1),
+        ("20m", 8, "outer.fragments=3", 3),
+        ("tiny", 4, "experiment=quickstart outer.fragments=1", 1),
+        ("tiny", 8, "outer=streaming", 4),
+    ],
+)
+def test_authors_share_the_load_of_a_new_run(
+    model: str, peers: int, more: str, fragments: int
+) -> None:
+    overrides = [f"model={model}", "data.tokenizer=x/", *more.split()]
+    alone = compose([*overrides, f"swarm.min_peers={peers}"])
+    here = compose([*overrides, f"local.peers={peers}"], ConfigSource(together=True))
+    assert alone.outer.fragments == here.outer.fragments == fragments
+    assert compose([*overrides, f"local.peers={peers}"]).outer == compose(overrides).outer
+
+
+def test_a_run_that_is_resumed_keeps_its_fragments(tmp_path: Path) -> None:
+    own = [f"run.dir={tmp_path}", "swarm.min_peers=4"]
+    (tmp_path / "manifest.json").write_text(compose().manifest().to_json())
+    assert compose(own).outer.fragments == 4, "there is no checkpoint, so the run begins anew"
+    (tmp_path / "checkpoints" / "p0" / "step-1").mkdir(parents=True)
+    assert compose(own).outer.fragments == 1
+    assert compose([*own, "outer.fragments=2"]).outer.fragments == 2
+    (tmp_path / "manifest.json").write_text("{")
+    assert compose(own).outer.fragments == 4
+
+
+@settings(max_examples=300)
+@given(st.floats(1, 1e15))
+@example(100_000 / 3)
+def test_a_rate_reads_back_exactly_as_it_is_written(bytes_per_s: float) -> None:
+    assert rate_bytes(rate_text(bytes_per_s)) == bytes_per_s
+
+
+RATES = {
+    "50Mbit": (6.25e6, "50 Mbit/s"),
+    "100 kbit": (12.5e3, "100 kbit/s"),
+    "6MB/s": (6e6, "48 Mbit/s"),
+    "1Gbps": (1.25e8, "1 Gbit/s"),
+    "1.6Mb/s": (2e5, "1.6 Mbit/s"),
+    ".5Tbit/s": (6.25e10, "500 Gbit/s"),
+    "2e3B": (2e3, "16 kbit/s"),
+}
+
+
+@pytest.mark.parametrize("key", ["sim.bandwidth", "swarm.upload_limit"])
+def test_a_rate_has_a_unit_and_is_written_as_it_can_be_typed(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for text, (bytes_per_s, shown) in RATES.items():
+        config = compose([f"{key}={text}"])
+        assert attrgetter(key)(config) == bytes_per_s
+        assert f": {shown}\n" in config.to_yaml()
+        file.write_text(config.to_yaml())
+        assert compose(base=file) == config == config.adopt(config.manifest())
+    for text in ("2e5", "200000", "'200000.0'"):
+        assert message(f"{key}={text}") == (
+            f"{key}={text} could be bits or bytes per second; write 200kB (which is 1.6 Mbit/s)"
+            " or 200kbit"
+        )
+    assert compose([f"{key}=200kB"]) == compose([f"{key}=1.6Mbit"])
+    file.write_text(f"{key.replace('.', ': {')}: 200000}}")
+    assert "write 200kB (which" in message(base=file)
+    for text in ("0", "-1", "0Mbit", "true", "50mbit", "10Mbit/h", "Mbit", "1e999", "[1Mbit]"):
+        assert message(f"{key}={text}").startswith(f"{key}={text} is no rate above 0; write it lik")
+    for text in ("1e99Mbit", "7bit"):
+        assert "is out of range; expected a rate such as" in message(f"{key}={text}")
 
 
 TYPED: dict[str, dict[str, object]] = {
@@ -254,7 +342,8 @@ def test_how_long_a_run_is_may_differ_and_rises_but_not_by_what_it_ends() -> Non
 
 def test_what_a_peer_sets_for_itself_does_not_reach_the_manifest() -> None:
     own = "run.dir=x run.name=a train.device=cuda:1 swarm.min_peers=2 data.shard=1 data.shards=2"
-    assert compose(own.split()).manifest() == DEFAULT.manifest()
+    # how many peers are expected only says how many fragments a new run has
+    assert compose([*own.split(), "outer.fragments=1"]).manifest() == DEFAULT.manifest()
     assert compose(["model.config.hidden_size=64"]).manifest().hash() != DEFAULT.manifest().hash()
     kinds = ("data.path=mine/", "data.path=[theirs/,more/]", "data.path=mine/ data.cache=tokens/")
     assert len({compose(["data=text", *kind.split()]).manifest().hash() for kind in kinds}) == 1

@@ -216,6 +216,8 @@ def answered(core: Facts, peer: str, answer: Answer) -> None:
         if wants:
             item.held_since = None
             return _send(core, f, item, answer.at)
+        if answer.says == "want":
+            return  # it is on its way
         item.offer_at = min(item.offer_at, core.now + core.settings.refresh_s)
         if answer.says == "got" and item.held_since is None:
             item.held_since = core.now

@@ -160,7 +160,14 @@ class FragmentState:
         return {peer: key for peer, key in self.ahead.items() if key[1] not in self.refused}
 
     def behind(self) -> bool:
-        """Whether a greater tip is to be had, from others than those who did not give it before."""
+        """Whether a greater tip is to be had, from others than those who did not give it before.
+
+        1. The author of the last version leaves, when all but one peer have it, or parts of it.
+        2. That one hears nobody any more who has it whole, and is the next author.
+        3. It goes on with what is arriving, and makes no rival of the same version.
+        """
+        if self.arriving and self.fetch and self.fetch.donor:
+            return True
         return bool(self.ahead) and any(peer not in self.retry_at for peer in self.greater())
 
 

@@ -61,7 +61,8 @@ class Context:
     partial: dict[tuple[int, str, int], tuple[Tensor, int]] = field(default_factory=dict)
     # payloads that are being sent: to whom, fragment, peer and stamp
     sending: set[tuple[str, int, str, int]] = field(default_factory=set)
-    # by fragment, the newest record that came from others, or is arriving
+    # by fragment, the stream on which records come, and the newest one that came, or is arriving
+    fetching: dict[int, PeerStream] = field(default_factory=dict)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     locks: Sequence[FragmentLock] = field(init=False)
     _moving: dict[object, tuple[Callable[[], int], Callable[[int], object], int]] = field(

@@ -66,8 +66,11 @@ def _anchor_codec(replica: Replica, number: int) -> Codec:
 
 async def fetch(context: Context, peer: str, get: Get) -> None:
     """Ask a donor, and tell the core what came of it."""
+    stream: PeerStream | None = None
     try:
         async with context.open(peer) as stream:
+            if not get.want:
+                _end_earlier(context, stream, get.fragment)
             with context.moving(lambda: stream.bytes_in, lambda n: context.do(Moved(peer, get, n))):
                 answer = await ask(context, stream, get)
     except PayloadError as error:
@@ -77,9 +80,18 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
         logger.debug("%s gave no answer: %r", peer, error)
         # an error and its frames are a cycle, which would keep a part
         traceback.clear_frames(error.__traceback__)
-        context.do(Broke(peer, get))
+        if stream is None or get.want or context.fetching.get(get.fragment) is stream:
+            context.do(Broke(peer, get))
     else:
         context.do(Gave(peer, get, answer))
+
+
+def _end_earlier(context: Context, stream: PeerStream, fragment: int) -> None:
+    """The core has given up what it asked for before: two streams must not fill one update."""
+    earlier = context.fetching.get(fragment)
+    context.fetching[fragment] = stream
+    if earlier is not None:
+        earlier.close()
 
 
 async def ask(context: Context, stream: PeerStream, get: Get) -> Records | AnchorPart | None:

@@ -77,9 +77,13 @@ class NodeHandle:
 
     def membership(self) -> dict[str, int]:
         """Peers: connected (`live`), training, in the newest version of fragment 0 (`merged`)."""
+        merged, training = self.merged()
+        return {"live": self.num_peers, "training": training, "merged": merged}
+
+    def merged(self) -> tuple[int, int]:
+        """Contributors of the newest version of fragment 0, and peers that train."""
         facts = self.node.core.facts
-        merged = len(facts.control.tip.head.counted)
-        return {"live": self.num_peers, "training": facts.num_trainers(), "merged": merged}
+        return len(facts.control.tip.head.counted), facts.num_trainers()
 
     def contributions(self) -> list[Contributor]:
         """How much each peer contributed to this peer's anchor."""

@@ -279,6 +279,7 @@ def adopt(core: Facts, f: FragmentState, tip: Tip, record: Record | None) -> Non
     """The only place where a tip moves."""
     assert tip.key > f.tip.key, "a tip moves up only"
     head, sizes, records = tip.head, f.sizes, core.settings.records
+    _note_missed(core, f, head)
     f.tip, f.mismatch, f.damaged, f.quorum_at, f.times_busy = tip, False, False, None, 0
     f.adopted_at[head.id] = core.now
     f.arriving = None
@@ -301,6 +302,22 @@ def adopt(core: Facts, f: FragmentState, tip: Tip, record: Record | None) -> Non
     core.changed_tips.add(f.index)
     said = {"fragment": f.index, "number": head.number, "head": head.id, "work": head.work}
     core.note("tip", **said, author=head.author)
+
+
+def _note_missed(core: Facts, f: FragmentState, head: Head) -> None:
+    """At a barrier, say that a version has nothing of this peer, and what it was waiting for."""
+    late = {line.peer for line, _ in head.lines} - {core.me} and head.prev == f.tip.head.id
+    if not (late and core.settings.barrier and core.trains_now) or f.stale:
+        return
+    if core.me in {line.peer for line, _ in head.lines}:
+        return
+    fields: dict[str, object] = {"fragment": f.index, "version": head.number}
+    if item := f.pool.get(core.me):
+        fields |= {"sent_bytes": item.sent_bytes, "nbytes": f.sizes.payload}
+    else:
+        fields |= {"steps": core.cycle if f.draft else f.steps, "cycle": core.cycle}
+    round_s = round(core.now - f.adopted_at.get(f.tip.head.id, core.now), 1)
+    core.note("missed", **fields, author=head.author, round_s=round_s)
 
 
 def load(core: Facts, f: FragmentState) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.config import Config
-from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, who_can_join
+from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of, who_can_join
 from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
 STATE_STYLES = {
@@ -132,6 +132,7 @@ class LiveView:
         elapsed = human_seconds(lines.clock() - lines.began)
         done = max((one.version or 0 for one in rows), default=0)
         peers = max((one.peers or 0 for one in rows), default=0)
+        merged = merged_of(max(rows, key=lambda row: row.version or 0)).strip()
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
             "outer steps",
@@ -140,6 +141,7 @@ class LiveView:
             f"{elapsed} elapsed",
             f"{self._remaining(done)} to go",
             *([counted(peers, "peer")] if peers else []),
+            *([merged] if merged else []),
         )
         return grid
 

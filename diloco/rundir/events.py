@@ -34,6 +34,7 @@ class EventKind(StrEnum):
     STUCK = "stuck"  # an author makes no version, and is passed over
     NOT_SHUNNED = "not_shunned"  # such an author made a version after all
     MISSING = "missing"  # a round was closed without the contributions of these peers
+    MISSED = "missed"  # a version was made without this peer's contribution
     DISCARDED = "discarded"  # so many tokens of this peer are in no version
     CONTRIBUTION_BROKE = "contribution_broke"  # sending one failed; it is sent again
     CLIPPED = "clipped"  # the contributions of these peers were too long, and were shortened

@@ -117,6 +117,7 @@ class PeerStatus(Report, frozen=True, tag="status"):
     bytes_sent: int | None = None
     bytes_received: int | None = None
     peers: int | None = None
+    merged: tuple[int, int] | None = None  # contributors of the newest version, and who trains
 
 
 class Finished(Report, frozen=True, tag="summary"):
@@ -159,7 +160,7 @@ class WarningLines(logging.Handler):
 class Lines:
     """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one.
 
-        [ 12.3s] p0 v3/16 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
+        [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
 
     `known` is the newest state of each peer, and `total` the outer steps of the budget. A value
     that a report lacks keeps its last one: a display must never end a run.
@@ -227,7 +228,13 @@ class Lines:
         loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in losses)
         pace, sent = human_count(status.tokens_per_s), human_bytes(status.bytes_sent)
         figures = f"loss {loss} held-out {eval_loss} {pace} tok/s {sent} sent"
-        self.note(f"{peer} v{self.step_of(status)} {figures} {status.state}")
+        self.note(f"{peer} v{self.step_of(status)}{merged_of(status)} {figures} {status.state}")
+
+
+def merged_of(status: PeerStatus) -> str:
+    """How many of those who train are in the newest version; empty until there is one."""
+    merged, training = status.merged or (0, 0)
+    return f" merged {merged}/{max(merged, training)}" if merged and status.version else ""
 
 
 def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Listener:

@@ -21,7 +21,7 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.transport import Transport
-from diloco.text import plain
+from diloco.text import human_bytes, plain
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Context:
         self.watch(kind, fields, self.now())
         if kind != "tip":  # the log of metrics has the versions
             self.on_event(kind, fields)
+        if kind == "missed":
+            logger.warning("%s", _missed(fields))
         if kind == "other_data":  # nobody would look for that in a log of events
             who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
             data = f"{fields['there']}; here {fields['here']}"
@@ -135,3 +137,14 @@ class Context:
     def open(self, peer: str) -> AbstractAsyncContextManager[PeerStream]:
         """A bulk stream to a peer, for the length of an `async with`."""
         return open_bulk(self.transport, peer, self.traffic)
+
+
+def _missed(fields: Mapping[str, Any]) -> str:
+    """One line on a version without this peer's contribution."""
+    version, took = fields["version"], f"the round took {fields['round_s']:g} s"
+    if "nbytes" not in fields:
+        why = f"it had made {fields['steps']} of {fields['cycle']} inner steps"
+    else:
+        sent, size = (human_bytes(fields[name]) for name in ("sent_bytes", "nbytes"))
+        why = f"its contribution was still under way ({sent} of {size})"
+    return f"left out of version {version} of fragment {fields['fragment']}: {why}; {took}"

@@ -130,6 +130,7 @@ class Reporter:
             bytes_sent=sent,
             bytes_received=received,
             peers=self.ranks.size if sync.view is None else sync.view.num_peers,
+            merged=None if sync.view is None else sync.view.merged(),
         )
 
     def summary(self, wall_s: float, digest: str | None = None) -> Summary:

@@ -1,0 +1,176 @@
+"""What a core does while bytes are on their way for longer than anything else takes."""
+
+from math import inf
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as with_fields
+
+from diloco.core import events
+from diloco.core.events import Arriving, Asked, Broke, Moved, Served
+from diloco.core.settings import ProtocolSettings
+from diloco.messages.bulk import Get
+from diloco.messages.control import Answer, Offer, Status
+from tests.support.swarm_without_tensors import Peer
+from tests.unit.core.test_members import FIRST_STEP_S, STALL_S, member_of, members_of
+from tests.unit.core.test_what_happens import Scene
+
+
+def hear_all(peer: Peer, now: float) -> None:
+    """All others have said something."""
+    for member in peer.facts.members.all():
+        member.heard_at = now
+
+
+def is_sent(peer: Peer) -> bool:
+    """Whether the peer's payload is on its way."""
+    item = peer.facts.control.pool.get(peer.name)
+    return item is not None and item.sending_since < inf
+
+
+def of_kind(actions: list[events.Action], kind: type) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_member_whose_bytes_move_makes_progress_until_they_stop() -> None:
+    members = members_of("a")
+    for second in range(1, 101):
+        members.hear("a", Status(steps=1, steps_per_s=2.0, moved=1000 * second), float(second))
+    member = member_of(members)
+    assert not member.stalled(100.0 + STALL_S, STALL_S, FIRST_STEP_S)
+    members.hear("a", Status(steps=1, steps_per_s=2.0, moved=100_000), 110.0)
+    assert member.stalled(100.1 + STALL_S, STALL_S, FIRST_STEP_S)
+
+
+def test_a_member_that_waits_for_others_may_wait_for_a_round() -> None:
+    members = members_of("a")
+    members.hear("a", Status(steps=1, steps_per_s=2.0, waits=True), 1.0)
+    assert not member_of(members).stalled(601.0, STALL_S, FIRST_STEP_S, round_s=600.0)
+    assert member_of(members).stalled(602.0, STALL_S, FIRST_STEP_S, round_s=600.0)
+
+
+def test_a_contributor_tells_bytes_as_they_arrive_and_sends_them_once() -> None:
+    swarm = Scene()
+    peer = swarm.contributor()
+    author = swarm.author()
+    swarm.until(swarm.now + 60.0, lambda: is_sent(peer))
+    item = peer.facts.control.pool[peer.name]
+    before, now = peer.facts.moved, swarm.now
+    for seconds in range(1, 100):
+        hear_all(peer, now + seconds)
+        moved = Moved(author.name, item.line, seconds)
+        assert not of_kind(peer.core.receive(moved, now + seconds), events.SendPayload)
+        actions = peer.core.receive(events.Tick(), now + seconds + 0.5)
+        assert not of_kind(actions, events.SendPayload)
+        assert not [a for a in of_kind(actions, events.Send) if isinstance(a.message, Offer)]
+    want = Answer(0, peer.name, item.line.stamp, "want")
+    answer = events.Heard(author.name, want)
+    assert not of_kind(peer.core.receive(answer, now + 100.0), events.SendPayload)
+    assert peer.facts.moved == before + 99 and peer.facts.progress_at == now + 99
+    broke = peer.core.receive(Broke(author.name, item.line), now + 101.0)
+    broke += peer.core.receive(events.Tick(), now + 103.0)
+    assert [a for a in of_kind(broke, events.Send) if isinstance(a.message, Offer)]
+
+
+def fetching() -> tuple[Scene, Peer, Get, str]:
+    """A peer that has just asked a donor for a new version."""
+    swarm = Scene()
+    peer = swarm.contributor()
+    swarm.until(swarm.now + 60.0, lambda: peer.facts.control.fetch is not None)
+    assert peer.facts.control.fetch is not None
+    return swarm, peer, Get(0, peer.tip().key), peer.facts.control.fetch.donor
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_download_is_given_up_when_no_bytes_come_and_not_before(moves: bool) -> None:
+    swarm, peer, get, donor = fetching()
+    now, asked = swarm.now, list[Any]()
+    for seconds in range(1, 100):
+        if moves:
+            peer.core.receive(Moved(donor, get, seconds), now + seconds)
+        asked += of_kind(peer.core.receive(events.Tick(), now + seconds), events.AskDonor)
+        hear_all(peer, now + seconds)
+    assert bool(asked) != moves
+
+
+def test_parts_are_passed_on_while_they_arrive_to_two_at_a_time() -> None:
+    swarm, peer, get, donor = fetching()
+    head, now = swarm.peers[donor].tip().head, swarm.now
+    told = of_kind(peer.core.receive(Arriving(donor, get, head), now), events.Broadcast)
+    assert told and told[-1].message.arriving == {0: head.key}
+    others = [name for name in swarm.peers if name not in (peer.name, donor)]
+    for name in [*others, donor]:
+        replies = of_kind(peer.core.receive(Asked(name, get), now), events.Reply)
+        given = name != donor  # two are served already
+        assert [reply.answer is not None for reply in replies] == [given]
+        if given:
+            [record] = replies[0].answer.records
+            assert (record.head, record.update) == (head, None)
+    peer.core.receive(Served(others[0], get), now)
+    [reply] = of_kind(peer.core.receive(Asked(donor, get), now), events.Reply)
+    assert reply.answer is not None
+
+
+def test_who_is_told_that_a_version_is_arriving_elsewhere_asks_there() -> None:
+    swarm, peer, get, donor = fetching()
+    head, now = swarm.peers[donor].tip().head, swarm.now
+    other = next(name for name in swarm.peers if name not in (peer.name, donor))
+    peer.core.receive(events.Gave(donor, get, None), now)  # not now
+    assert peer.facts.control.fetch and not peer.facts.control.fetch.donor
+    status = with_fields(swarm.peers[other].core.status(whole=False), arriving={0: head.key})
+    [ask] = of_kind(peer.core.receive(events.Heard(other, status), now + 0.1), events.AskDonor)
+    assert (ask.peer, ask.get) == (other, get)
+
+
+def test_no_author_makes_a_rival_of_a_version_that_is_arriving() -> None:
+    """1. The author leaves when others have its version. 2. This peer is the next author."""
+    swarm, peer, get, donor = fetching()
+    head, now = swarm.peers[donor].tip().head, swarm.now
+    peer.core.receive(Arriving(donor, get, head), now)
+    facts = peer.facts
+    facts.control.ahead.clear()
+    assert facts.control.behind()
+    peer.core.receive(Broke(donor, get), now)
+    assert not facts.control.behind()
+
+
+def test_a_version_without_a_peer_is_said_there_with_what_was_under_way() -> None:
+    swarm = Scene()
+    peer, author = swarm.contributor(), swarm.author()
+    swarm.until(swarm.now + 60.0, lambda: peer.name in peer.facts.control.pool)
+    carry = swarm.carry
+
+    def slowly(sender: str, to: str, event: Any, *rest: Any, **how: Any) -> None:
+        if not (isinstance(event, events.Delivered) and sender == peer.name):
+            carry(sender, to, event, *rest, **how)
+
+    swarm.carry = slowly  # type: ignore[method-assign]
+    number = swarm.next_version().number + 1
+    item = peer.facts.control.pool.get(peer.name)
+    swarm.until(swarm.now + 200.0, lambda: peer.tip().head.number >= number)
+    said = [fields for _, kind, fields in peer.notes if kind == "missed"]
+    assert said and said[0]["version"] in (number, number - 1) and said[0]["author"] == author.name
+    assert item is None or said[0]["nbytes"] == 1
+    assert not [
+        n for p in swarm.peers.values() if p is not peer for n in p.notes if n[1] == "missed"
+    ]
+
+
+def test_before_the_first_version_a_round_is_a_cycle_and_what_sending_takes() -> None:
+    swarm = Scene(bulk_s=0.5)
+    facts = swarm.contributor().facts
+    f = facts.control
+    f.adopted_at = {f.tip.head.id: swarm.now}
+    facts.steps_per_s, f.sent_s = 0.01, 70.0
+    assert facts.round_s(f) == pytest.approx(facts.cycle / 0.01 + 70.0)
+    assert facts.patience_s(f) == 4 * facts.round_s(f)
+    assert facts.deadline_s(f) == facts.round_s(f) / 8
+
+
+def test_a_first_step_may_take_ten_of_the_others_steps() -> None:
+    facts = Scene().contributor().facts
+    for member in facts.members.all():
+        member.status = with_fields(member.status, steps_per_s=0.01)
+    facts.steps_per_s = 0.0
+    assert facts.first_step_s() == pytest.approx(1000.0)
+    assert ProtocolSettings().first_step_s == 180.0

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +44,7 @@ from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
+from diloco.text import expanded
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -55,8 +58,7 @@ class Swarm:
 
     Args:
         run_id: name of the run; peers of another run are refused.
-        address: multiaddr of any peer of the swarm, or several; none, which may be "", starts a new
-            swarm.
+        address: multiaddr of any peer of the swarm, or several; None or [] starts a new swarm.
         sync_every: inner steps from one exchange to the next; required without a preset.
         outer: settings of the outer step: a dictionary, `OuterConfig`, or a preset, which is a file
             of `configs/outer` such as "async".
@@ -156,10 +158,15 @@ class Swarm:
     # -- in another library's trainer --------------------------------------------------------------
 
     def in_trainer(
-        self, lock: AbstractContextManager[object], active: ActivePeers | None, **own: Any
+        self,
+        lock: AbstractContextManager[object],
+        active: ActivePeers | None,
+        steps: float,
+        **own: Any,
     ) -> None:
-        """Another library's trainer is the program; `lock` is held until `close`."""
+        """Another library's trainer is the program, for so many steps; `lock` is held meanwhile."""
         self._take_over()
+        self._peer.outer_steps = int(steps) // self.outer.sync_every if steps < math.inf else 0
         self._held.enter_context(lock)
         self._program.set_trainer(active, **own)
 
@@ -215,6 +222,11 @@ class Swarm:
             saved: where to go on without `checkpoints` (default: the model as it is, version 0).
             phases: where wall time is accounted.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigError(
+                "attach: this process is a worker that imports the script again (multiprocessing's"
+                " spawn and forkserver do); train below `if __name__ == '__main__':`"
+            )
         self._take_over()
         model, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
         if self._checkpoints is not None:
@@ -235,7 +247,7 @@ class Swarm:
         followed = Schedulers(schedulers, ranks.size)
         with ExitStack() as stack:
             if checkpoints is not None:
-                self._checkpoints = LoopCheckpoints(Path(checkpoints), model, optimizer, ranks)
+                self._checkpoints = LoopCheckpoints(expanded(checkpoints), model, optimizer, ranks)
                 stack.callback(self._checkpoints.close)
                 saved = self._load(self._checkpoints, followed)
             parameters.check_start(kind_of(optimizer), optimizer.param_groups, program.on_event)

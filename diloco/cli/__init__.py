@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from diloco.errors import ConfigError
+from diloco.text import expanded
 
 if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
     from diloco.config.address import Address
 
-PATH = click.Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Path(click.Path):
+    def convert(self, *given: Any) -> Path:
+        return expanded(super().convert(*given))
+
+
+PATH = _Path()
 
 
 class Command(click.Command):

@@ -355,7 +355,7 @@ class Attachment:
             yield
             return
         with self._paused():
-            if self.outer.lockstep and not self.outer.mixing:
+            if self.outer.lockstep and not (self.outer.mixing or self._is_kept):
                 yield
                 return
             with restored_after(self.parameters):

@@ -105,10 +105,10 @@ class LoopCheckpoints:
         self._parameters = dict(named(model))
         self._store = CheckpointStore(directory, KEEP, KEY)
         for name, tensor in self._tensors().items():
-            if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
+            if tensor.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{name}: a checkpoint cannot hold {tensor.dtype}, {tensor.layout}; register it"
-                    " with persistent=False, or attach without checkpoints"
+                    f"{name}: a checkpoint cannot hold {tensor.dtype}; register it with"
+                    " persistent=False, or attach without checkpoints"
                 )
         self._extra({})
         self._lock = ExitStack()

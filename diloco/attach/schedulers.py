@@ -205,8 +205,11 @@ class StepHooks:
         _attached.update(self._parts)
 
     def _check_seen(self, other: torch.optim.Optimizer, *_: object) -> None:
-        before, self._seen[other] = self._seen.get(other, 0), self._count
-        if other in self._parts or self._count > before or any(map(_steps_inside, self._parts)):
+        if other in self._parts:
+            return
+        is_part = any(map(_steps_inside, self._parts))  # of a step that is about to be counted
+        before, self._seen[other] = self._seen.get(other, 0), self._count + is_part
+        if is_part or self._count > before:
             return
         own = {id(one) for part in self._parts for one in _parameters(part)}
         if any(id(one) in own for one in _parameters(other)):

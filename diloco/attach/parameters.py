@@ -50,9 +50,7 @@ class TrainedParams(dict[str, Tensor]):
                     f"{name} has no shape yet; run one batch through the model before attach"
                 )
             if not is_sharded(one) and one.layout is not torch.strided:
-                raise ConfigError(
-                    f"{name} is {one.layout}, and has no values that can be compared; keep it dense"
-                )
+                raise ConfigError(f"{name} is {one.layout}; make it dense, or persistent=False")
         super().__init__(_trained(model))
         for name, parameter in self.items():
             _check(name, parameter)

@@ -6,6 +6,7 @@ help text waits neither for pydantic nor for torch, and a wrong setting not for 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 class _Path(click.Path):
     def convert(self, *given: Any) -> Path:
-        return expanded(super().convert(*given))
+        return expanded(os.fsdecode(super().convert(*given)))
 
 
 PATH = _Path()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach.parameters import class_name, frozen_digest
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.address import address_error
 from diloco.config.compose import outer_preset
@@ -228,13 +229,22 @@ class PeerArguments:
             self._made_key = free.pop()
         return self._made_key / "identity.key"
 
-    def seed(self) -> int:
-        """A number that follows from the key (32 bits)."""
+    def seed(self, begin: int) -> int:
+        """A number (32 bits) that follows from the key, and from the step at which one begins."""
         file = self.key_file()
         if self.runtime is not None:  # a simulation makes no file
-            return int.from_bytes(sha256(str(file).encode()).digest()[:6], "big") % 2**32
-        with as_typed(self.typed):
-            return identity_number(file) % 2**32
+            number = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")
+        else:
+            with as_typed(self.typed):
+                number = identity_number(file)
+        if begin:
+            number = int.from_bytes(sha256(f"{number} {begin}".encode()).digest()[:6], "big")
+        return number % 2**32
+
+    def position_file(self) -> Path | None:
+        """Of rank 0, where it keeps how far it has read; None without a key that is kept."""
+        file = self.identity if self.runtime is None and RankGroup.rank_and_size()[0] == 0 else None
+        return file and file.with_name(f"{file.name}.position")
 
     def put_key_into(self, checkpoints: Path) -> None:
         """The key is with the checkpoints, unless it has a place; `ConfigError` if it is in use."""

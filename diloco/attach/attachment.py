@@ -311,6 +311,7 @@ class Attachment:
         with self.phases.during("comm"):
             trim_heap()  # where gradients were, there is room now
             self._adopt(exchange)
+        self._program.on_exchange()
         self._progress.restart(self.steps)
 
     def _adopt(self, exchange: Exchange) -> None:

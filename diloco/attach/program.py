@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from diloco.attach.data_shard import ActivePeers
 from diloco.attach.node_link import NodeHandle, trainers
 from diloco.attach.ranks import RankGroup
 from diloco.core.events import Alone
-from diloco.errors import UnsavedError
+from diloco.errors import ConfigError, UnsavedError
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.text import LastingStream, counted, human_bytes, plain
 
@@ -65,12 +66,22 @@ class Action(Enum):
     STOP = auto()
 
 
+def check_not_spawned() -> None:
+    """Raise `ConfigError` in a process that is still importing the script of its parent."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "attach: this process is a worker that imports the script again (multiprocessing's"
+            " spawn and forkserver do); train below `if __name__ == '__main__':`"
+        )
+
+
 class Program:
     """The program around one peer: it hears what happens in the swarm, and a signal may end it.
 
     Attributes:
         ends_loop: whether a signal ends the loop, and not only sets `interrupted`.
         active: where a stream of data is shared, the peers that share it.
+        on_exchange: called after each exchange.
     """
 
     def __init__(
@@ -89,6 +100,7 @@ class Program:
         self._remedy = LOWER_RATE
         self._sync: Any = None
         self._save: Callable[[], None] = lambda: None
+        self.on_exchange: Callable[[], None] = lambda: None
         self._unwatch: Callable[[], None] = lambda: None
         self._needed = 1  # peers that have to be there before the first inner step
         self._met = False  # whether another peer was ever there
@@ -101,9 +113,12 @@ class Program:
         self.ends_loop, self.active = False, active
         self._remedy, self._signals = remedy, signals
 
-    def attached(self, sync: Any, save: Callable[[], None]) -> None:
+    def attached(
+        self, sync: Any, save: Callable[[], None], on_exchange: Callable[[], None] | None
+    ) -> None:
         """The program has attached a model; `save` is called where a signal ends it."""
         self._sync, self._save = sync, save
+        self.on_exchange = on_exchange or (lambda: None)
         _peers.add(sync)
 
     # -- what the attachment tells -----------------------------------------------------------------

@@ -45,13 +45,15 @@ class PeerState:
     """What a peer needs to go on as itself, besides its model and its optimizer.
 
     `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `schedules` are
-    the learning rate schedules at step 0.
+    the learning rate schedules at step 0; `seed` is that of the order in which a trainer, which
+    skips what it has read, goes on reading.
     """
 
     run: str
     saved: Saved
     counters: tuple[int, int, int]
     schedules: list[Any]
+    seed: int | None = None
 
     @classmethod
     def of(cls, sync: Attachment, run: RunSpec, saved: Saved) -> PeerState:
@@ -70,7 +72,8 @@ class PeerState:
         """The inverse of `flatten`."""
         steps, tokens, discarded = state["counters"]
         saved = restore_swarm(tensors, state)
-        return cls(state["run"], saved, (steps, tokens, discarded), state["schedules"])
+        counters = steps, tokens, discarded
+        return cls(state["run"], saved, counters, state["schedules"], state.get("seed"))
 
     def check_same_run(self, run: RunSpec, where: str) -> None:
         """Raise `CheckpointError` for the state of another run; `where` is where it comes from."""

@@ -63,7 +63,7 @@ def _number(peer: str) -> int:
     return int.from_bytes(sha256(peer.encode()).digest()[:7], "big")
 
 
-class Position:
+class ReadPosition:
     """How far a peer has read its data; its next session reads it from a file beside the key.
 
     Where the file is lost, or cannot be written, that session begins at the first row.
@@ -80,7 +80,7 @@ class Position:
         self.ranks = ranks
         self._rows: dict[str, Tensor] = {}
         with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half of one
-            found = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
+            found: Any = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
             self.steps, self._before = int(found["steps"]), dict(found["rows"])
 
     def rows(self, name: str) -> Tensor:
@@ -121,7 +121,7 @@ class _OwnRows(Subset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         self._rows[_slot()] += len(index) if isinstance(index, list) else 1
-        return super().__getitem__(index)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self._rows[_slot()] += len(indices)
@@ -176,7 +176,7 @@ def shard(
     active: Callable[[], ActivePeers],
     index: int | None,
     of: int | None,
-    position: Position,
+    position: ReadPosition,
 ) -> Any:
     """As `Swarm.shard`; `seed` and `active` are called where they are needed.
 

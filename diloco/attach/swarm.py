@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from diloco.attach import devices
 from diloco.attach.arguments import PeerArguments, as_typed, check_names, network_of, outer_of
 from diloco.attach.attachment import Attachment
-from diloco.attach.data_shard import ActivePeers, Position, shard
+from diloco.attach.data_shard import ActivePeers, ReadPosition, shard
 from diloco.attach.optimizer import kind_of, unwrap_optimizer
 from diloco.attach.parameters import TrainedParams, unwrap_model
 from diloco.attach.program import Program, check_not_spawned
@@ -352,9 +352,9 @@ class Swarm:
         return of_rank0(lambda: self._peer.seed(begin if is_session else 0), self._position.ranks())
 
     @cached_property
-    def _position(self) -> Position:
+    def _position(self) -> ReadPosition:
         file = self._peer.position_file()
-        return Position(file, lambda: self.attachment and self.attachment.ranks)
+        return ReadPosition(file, lambda: self.attachment.ranks if self.attachment else None)
 
     def _note(self) -> None:
         """The rows that were read up to here are in the swarm, or in a checkpoint."""

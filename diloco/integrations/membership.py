@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.data_shard import ActivePeers, Position, shard
+from diloco.attach.data_shard import ActivePeers, ReadPosition, shard
 from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import Groups, PeerState
 from diloco.attach.swarm import Attachment, Swarm
@@ -122,7 +122,7 @@ class Membership:
                 f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer"
                 " its own order; pass it to the trainer as it is"
             )
-        return shard(dataset, lambda _: 0, lambda: active, index, of, Position(None))
+        return shard(dataset, lambda _: 0, lambda: active, index, of, ReadPosition(None))
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
         """Let the peer read in an order of its own; whether a loader can. Before they are read."""

@@ -1,4 +1,4 @@
-"""Where data go on after a restart, and what a process keeps from one training to the next."""
+"""Where data go on after a restart."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

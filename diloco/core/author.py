@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from diloco.core import pace
 from diloco.core.events import Apply, Merge, Merged, Share
 from diloco.core.facts import Contribution, Facts, FragmentState, Moving
 from diloco.core.history import follow
@@ -71,13 +72,13 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
     if core.settings.barrier:
         passed |= f.patience.slow
     missing: dict[str, Member | None] = {}
-    waiting_s = max(WAITING_S, core.round_s(f) / 4)
+    waiting_s = max(WAITING_S, pace.round_s(core, f) / 4)
     for one in core.members.all():
         waits = one.status.waits and core.now - one.progress_at > waiting_s
         passed_over = one.peer in passed or (waits and core.settings.quorum is not None)
         if one.status.trains and not passed_over:
             missing[one.peer] = one
-    if core.me not in passed and core.trains_now and not core.stalled(f):
+    if core.me not in passed and core.trains_now and not pace.is_stalled(core, f):
         missing[core.me] = None
     return missing
 
@@ -85,7 +86,7 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
 def _stalled(core: Facts, f: FragmentState) -> set[str]:
     """Members that train and make no progress. They are slow, as one that can never contribute
     stalls again and again: each version lets it make a few inner steps more."""
-    limits = core.now, core.settings.stall_s, core.first_step_s(), core.round_s(f)
+    limits = core.now, core.settings.stall_s, pace.first_step_s(core), pace.round_s(core, f)
     trainers = (member for member in core.members.all() if member.status.trains)
     return {member.peer for member in trainers if member.stalled(*limits)}
 

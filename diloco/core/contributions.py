@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from diloco.core import lifecycle
+from diloco.core import lifecycle, pace
 from diloco.core.events import Capture, Captured, Delivered, Loaded, SendPayload, Stepped
 from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState
 from diloco.messages.control import Answer, Offer
@@ -128,7 +128,7 @@ def captured(core: Facts, event: Captured) -> None:
 
 def pass_on(core: Facts, f: FragmentState, author: str) -> None:
     """Contributions go to the author: this peer's at once, those of others after a while."""
-    patience_s, via, now = core.patience_s(f), core.next_hop(author), core.now
+    patience_s, via, now = pace.patience_s(core, f), core.next_hop(author), core.now
     for item in f.pool.values():
         mine = item.line.peer == core.me
         if item.held_since is not None and core.settings.barrier and core.members.any_pauses(now):
@@ -152,7 +152,7 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
 
 def _send(core: Facts, f: FragmentState, item: Contribution, at: int) -> None:
     """Send a payload. It is offered again if no byte of it arrives; else its stream may break."""
-    item.offer_at, item.sending_since = core.now + core.deadline_s(f), core.now
+    item.offer_at, item.sending_since = core.now + pace.deadline_s(core, f), core.now
     item.sent_bytes = at
     age_s = min(core.now - item.captured_at, MAX_SECONDS)
     core.out.append(SendPayload(item.sent_to, item.line, item.payload, at, age_s))

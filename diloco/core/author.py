@@ -11,7 +11,7 @@ from diloco.core import pace
 from diloco.core.events import Apply, Merge, Merged, Share
 from diloco.core.facts import Contribution, Facts, FragmentState, Moving
 from diloco.core.history import follow
-from diloco.core.members import PAUSE_LIMIT_S, Member
+from diloco.core.members import PAUSE_LIMIT_S, PAUSE_ROUNDS, Member
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, overlaps, union
@@ -39,8 +39,10 @@ def close(core: Facts, f: FragmentState) -> None:
     if not chosen or len(chosen) < need:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
-    myself = core.me in missing and core.pauses and now - core.progress_at < PAUSE_LIMIT_S
-    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now) or myself):
+    round_s = pace.round_s(core, f)
+    pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
+    myself = core.me in missing and core.pauses and now - core.progress_at < pause_limit_s
+    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now, round_s) or myself):
         f.quorum_at = now  # the wait begins when the pause has ended
         return core.wake(now + LOOK_S)
     if settings.barrier:

@@ -129,9 +129,11 @@ def captured(core: Facts, event: Captured) -> None:
 def pass_on(core: Facts, f: FragmentState, author: str) -> None:
     """Contributions go to the author: this peer's at once, those of others after a while."""
     patience_s, via, now = pace.patience_s(core, f), core.next_hop(author), core.now
+    round_s = pace.round_s(core, f)
     for item in f.pool.values():
         mine = item.line.peer == core.me
-        if item.held_since is not None and core.settings.barrier and core.members.any_pauses(now):
+        pauses = core.settings.barrier and core.members.any_pauses(now, round_s)
+        if item.held_since is not None and pauses:
             item.held_since = now  # the author may wait for that peer
         known = item.held_since if item.sent_to == via else None
         wait_s = 0.0 if mine or core.leaving else core.settings.refresh_s

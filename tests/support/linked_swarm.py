@@ -19,20 +19,18 @@ from diloco.core import events
 from diloco.core.history import Record, genesis
 from diloco.core.peer import Peer as Core
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
-from diloco.messages.bulk import Get
+from diloco.messages.bulk import UPDATE_PARTS, Get
 from diloco.messages.control import Answer
 from diloco.messages.heads import Head, Line
 from tests.support import swarm_without_tensors as base
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
 
-PIECES = 64  # of a transfer; of a record, its parts
-LEAST_BYTES = 2.0**14  # of a piece
+LEAST_BYTES = 2**14  # of a piece
 READ_S = 10.0  # in which others read what a peer still sends when it leaves (`swarm.node.node`)
+STALL_S = 20.0  # for which a donor waits for parts that have stopped to come (`swarm.rpc.state`)
 REDIAL_S = 2.0
 OPENED, ASKED = 2, 3  # one-way trips until a stream is open, and its first message there
 TOKENS = 1000  # of an inner step
-# of cores that pass on the parts of a record while it arrives; None where they do not
-MOVED, ARRIVING, SERVED = (getattr(events, name, None) for name in ("Moved", "Arriving", "Served"))
 
 
 class Link(NamedTuple):
@@ -45,12 +43,13 @@ class Link(NamedTuple):
 
 @dataclass(eq=False)
 class Arrival:
-    """A record that comes to a peer, in parts; they are kept when a transfer breaks."""
+    """A record that comes to a peer in parts, as in `swarm.rpc.updates`."""
 
-    record: Record
-    pieces: int
-    here: int = 0
-    followers: list["Transfer"] = field(default_factory=list)  # which pass its parts on
+    head: Head
+    here: int = 0  # parts
+    live: bool = True
+    times: int = 0  # how often a transfer of it began
+    followers: list["AnswerTransfer"] = field(default_factory=list)  # which pass its parts on
 
 
 class Port:
@@ -99,7 +98,7 @@ class Transfer:
         self.piece_bytes, self.sent, self.landed = nbytes / pieces, at, at
         self.latency_s = swarm.latency(*ends)
         self.arrived = deque[float]()  # when the last byte of each piece reaches the downlink
-        self.over, self.said_at, self.says = False, swarm.now, False
+        self.over, self.told = False, 0
 
     def available(self) -> int:
         """Pieces that the source has."""
@@ -132,18 +131,19 @@ class Transfer:
         if self.landed == self.pieces and not self.over:
             self.close()
             self.done()
-        elif MOVED and not self.says:
-            self.says = True
-            self.swarm.at(max(self.swarm.now, self.said_at + self.swarm.says_s), self._say)
-
-    def _say(self) -> None:
-        self.says, self.said_at = False, self.swarm.now
-        if not self.over:
-            self.say()
 
     def close(self) -> None:
         self.over = True
         self.swarm.transfers.pop(self, None)
+        self.hears.moving.pop(self, None)
+
+    @property
+    def hears(self) -> "LinkedPeer":
+        """Who is told how many bytes have moved."""
+        return self.target
+
+    def moved(self) -> events.Moved | None:
+        """How many have, if it is news."""
 
     def broken(self) -> None:
         """The stream ends; what is here of it is kept."""
@@ -156,7 +156,6 @@ class Transfer:
         self.swarm.in_life(peer, self.swarm.now + self.latency_s, self.swarm.tell, peer, event)
 
     def landing(self) -> None: ...
-    def say(self) -> None: ...
     def done(self) -> None: ...
     def broke(self) -> None: ...
 
@@ -165,106 +164,130 @@ class PayloadTransfer(Transfer):
     """A contribution; the target keeps what came of it."""
 
     def __init__(self, swarm: "LinkedSwarm", source: str, action: events.SendPayload) -> None:
-        line, nbytes = action.line, swarm.sizes[action.line.fragment].payload
+        nbytes = swarm.sizes[action.line.fragment].payload
         pieces = pieces_of(nbytes)
-        at = action.at * pieces // nbytes
-        super().__init__(swarm, (source, action.peer), nbytes, pieces, at)
-        self.line, self.payload = line, action.payload
-        self.stamp = line.fragment, line.peer, line.stamp
+        super().__init__(swarm, (source, action.peer), nbytes, pieces, action.at * pieces // nbytes)
+        self.action, self.stamp = action, stamp_of(action.line)
+
+    @property
+    def hears(self) -> "LinkedPeer":
+        return self.source
+
+    def moved(self) -> events.Moved | None:
+        if self.landed == self.told:
+            return None
+        self.told = self.landed
+        nbytes = int(self.landed * self.piece_bytes)
+        return events.Moved(self.target.name, self.action.line, nbytes)
 
     def landing(self) -> None:
         self.target.partial[self.stamp] = self.landed
 
-    def say(self) -> None:
-        assert MOVED
-        nbytes = int(self.landed * self.piece_bytes)
-        self.swarm.tell(self.source, MOVED(self.target.name, self.line, nbytes))
-
     def done(self) -> None:
+        action = self.action
         self.target.partial.pop(self.stamp, None)
-        delivered = events.Delivered(self.source.name, self.line, self.payload)
-        self.swarm.tell(self.target, delivered)
+        came = events.Delivered(self.source.name, action.line, action.payload, action.age_s)
+        self.swarm.tell(self.target, came)
 
     def broke(self) -> None:
-        self.later(self.source, events.Broke(self.target.name, self.line))
+        self.later(self.source, events.Broke(self.target.name, self.action.line))
 
 
 class AnswerTransfer(Transfer):
-    """A part of an anchor, or records, of which the last may still be on its way to the donor."""
+    """A part of an anchor, or records, of which one may still be on its way to the donor."""
 
     def __init__(
-        self,
-        swarm: "LinkedSwarm",
-        source: str,
-        target: str,
-        get: Get,
-        answer: Any,
+        self, swarm: "LinkedSwarm", ends: tuple[str, str], get: Get, answer: Any, at: int = 0
     ) -> None:
-        sizes, self.get, self.answer = swarm.sizes[get.fragment], get, answer
-        self.arrivals, self.donors, at = list[Arrival](), None, 0
-        if isinstance(answer, events.AnchorPart):
-            nbytes = swarm.part_bytes(get.fragment)
-            pieces = pieces_of(nbytes)
-        else:
-            donor, asker, each = swarm.peers[source], swarm.peers[target], pieces_of(sizes.update)
-            self.donors = donor.arrivals.get(answer.records[-1].head.id)
-            for record in answer.records:
-                known = asker.arrivals.get(record.head.id)
-                if known is None or known.here == each:
-                    known = asker.arrivals[record.head.id] = Arrival(record, each)
-                self.arrivals.append(known)
-            nbytes, pieces = sizes.update * len(answer.records), each * len(answer.records)
-            at = min(get.part, self.arrivals[0].here) if not get.want else 0
-        super().__init__(swarm, (source, target), nbytes, pieces, at)
-        self.says_head = True
-        if self.donors and answer.records[-1].update is None:
-            self.donors.followers.append(self)
+        self.get, self.answer, self.waited, self.started = get, answer, 0, at
+        self.arrivals, self.donors = list[Arrival](), None
+        donor, asker = (swarm.peers[name] for name in ends)
+        nbytes = swarm.part_bytes(get.fragment)
+        if isinstance(answer, events.Records):
+            nbytes = swarm.sizes[get.fragment].update
+            self.arrivals = [Arrival(record.head) for record in answer.records]
+            if at:
+                self.arrivals[0] = asker.arrivals[get.fragment]
+            if self.arrivals[0].head.prev == get.have[1]:
+                asker.arrivals[get.fragment] = self.arrivals[0]
+                self.arrivals[0].live = True
+                self.arrivals[0].times += 1
+            if answer.records[0].update is None:
+                self.donors = donor.arrivals[get.fragment]
+                self.donors.followers.append(self)
+        self.each, number = pieces_of(nbytes), len(self.arrivals) or 1
+        super().__init__(swarm, ends, nbytes * number, self.each * number, at)
+        if at:
+            swarm.at(swarm.now + self.latency_s, self._arrives)
 
     def available(self) -> int:
-        if isinstance(self.answer, events.AnchorPart) or self.answer.records[-1].update is not None:
-            return self.pieces
-        return self.pieces - self.donors.pieces + self.donors.here if self.donors else 0
+        return self.donors.here if self.donors else self.pieces
+
+    def moved(self) -> events.Moved | None:
+        waits = self.donors is not None and self.donors.live and self.sent == self.donors.here
+        if self.landed == self.told and not waits:
+            return None
+        self.told, self.waited = self.landed, self.waited + waits
+        nbytes = int((self.landed - self.started) * self.piece_bytes) + self.waited
+        return events.Moved(self.source.name, self.get, nbytes)
 
     def landing(self) -> None:
         if not self.arrivals:
             return
-        number, here = divmod(self.landed - 1, self.arrivals[0].pieces)
+        number, here = divmod(self.landed - 1, self.each)
         arrival = self.arrivals[number]
-        arrival.here = max(arrival.here, here + 1)
-        if ARRIVING and self.says_head:
-            self.says_head = False
-            head = self.arrivals[0].record.head
-            self.swarm.tell(self.target, ARRIVING(self.source.name, self.get, head))
+        arrival.here = here + 1
+        if self.landed == 1:
+            self._arrives()
         for follower in arrival.followers:
             if not follower.over:
                 self.target.uplink.serve(follower)
 
-    def say(self) -> None:
-        assert MOVED
-        nbytes = int(self.landed * self.piece_bytes)
-        self.swarm.tell(self.target, MOVED(self.source.name, self.get, nbytes))
+    def _arrives(self) -> None:
+        """The first part is here; the core may not want it any more."""
+        if self.over:
+            return
+        first = self.arrivals[0]
+        if first.head.prev == self.get.have[1]:
+            self.swarm.tell(self.target, events.Arriving(self.source.name, self.get, first.head))
+            core = self.target.core
+            fetching = core.facts.fragments[self.get.fragment].fetch if core else None
+            if fetching is None or fetching.donor != self.source.name:
+                self.broken()
 
     def done(self) -> None:
-        answer = self.answer
+        answer, records = self.answer, self.swarm.records
         if self.arrivals:
-            whole = self.swarm.records
-            answer = events.Records(tuple(whole[one.record.head.id] for one in self.arrivals))
-            for one in self.arrivals:
-                if self.target.arrivals.get(one.record.head.id) is one:
-                    del self.target.arrivals[one.record.head.id]
-        if SERVED:
-            self.later(self.source, SERVED(self.target.name, self.get))
+            answer = events.Records(tuple(records[one.head.id] for one in self.arrivals))
+        self._served()
         self.swarm.tell(self.target, events.Gave(self.source.name, self.get, answer))
 
     def broke(self) -> None:
+        self._served()
         self.later(self.target, events.Broke(self.source.name, self.get))
-        if SERVED:
-            self.later(self.source, SERVED(self.target.name, self.get))
+        for arrival in self.arrivals[:1]:
+            arrival.live = False
+            self.swarm.at(self.swarm.now + STALL_S, self._give_up, arrival, arrival.times)
+
+    def _served(self) -> None:
+        if not self.get.want:
+            self.later(self.source, events.Served(self.target.name, self.get))
+
+    def _give_up(self, arrival: Arrival, times: int) -> None:
+        """No other donor went on: those who wait for its parts wait no longer."""
+        if arrival.times == times:
+            for follower in arrival.followers:
+                follower.broken()
+
+
+def stamp_of(line: Line | Answer) -> tuple[int, str, int]:
+    """Names a contribution."""
+    return line.fragment, line.peer, line.stamp
 
 
 def pieces_of(nbytes: float) -> int:
     """In how many a transfer goes."""
-    return int(max(1, min(PIECES, nbytes // LEAST_BYTES)))
+    return int(max(1, min(UPDATE_PARTS, nbytes // LEAST_BYTES)))
 
 
 @dataclass(eq=False)
@@ -281,7 +304,8 @@ class LinkedPeer(base.Peer):
     uplink: Port = field(init=False)
     downlink: Port = field(init=False)
     partial: dict[tuple[int, str, int], int] = field(default_factory=dict)  # pieces of payloads
-    arrivals: dict[str, Arrival] = field(default_factory=dict)  # by head
+    arrivals: dict[int, Arrival] = field(default_factory=dict)  # the newest, by fragment
+    moving: dict[Transfer, None] = field(default_factory=dict)  # of which it hears
     later: list[events.Action] = field(default_factory=list)  # after the inner step under way
 
     def utilization(self, now: float) -> float:
@@ -310,7 +334,6 @@ class LinkedSwarm(base.Swarm):
         planned: steps, tokens and rounds of the run; peers leave when it is over.
         jitter: how far an inner step is longer or shorter than the mean, at most.
         part_bytes: of an answer with a part of the anchor of a fragment.
-        says_s: between two events about one transfer.
     """
 
     peers: dict[str, LinkedPeer]  # type: ignore[assignment]
@@ -322,11 +345,9 @@ class LinkedSwarm(base.Swarm):
         planned: tuple[int, int, int] = (0, 0, 0),
         seed: int = 0,
         jitter: float = 0.02,
-        says_s: float = 1.0,
     ) -> None:
         super().__init__(settings, seed=seed)
         self.seed, self.sizes, self.planned, self.jitter = seed, list(sizes), planned, jitter
-        self.says_s = says_s
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
@@ -418,8 +439,12 @@ class LinkedSwarm(base.Swarm):
         self.in_life(peer, self.now, self._tick, peer)
 
     def _tick(self, peer: base.Peer) -> None:
+        assert isinstance(peer, LinkedPeer)
         life = peer.life
         self.tell(peer, events.Tick())
+        for transfer in [*peer.moving] if peer.life == life and not peer.frozen else ():
+            if moved := transfer.moved():
+                self.tell(peer, moved)
         if peer.life == life:
             self.in_life(peer, self.now + peer.settings.heartbeat_s, self._tick, peer)
 
@@ -427,6 +452,7 @@ class LinkedSwarm(base.Swarm):
         super().die(peer)
         assert isinstance(peer, LinkedPeer)
         peer.partial.clear()
+        peer.moving.clear()
         peer.arrivals.clear()
         peer.ended_at = self.now if peer.ended_at is None else peer.ended_at
 
@@ -546,7 +572,7 @@ class LinkedSwarm(base.Swarm):
         match action:
             case events.Send(to, Answer(says="want") as answer):
                 nbytes = self.sizes[answer.fragment].payload
-                here = peer.partial.get((answer.fragment, answer.peer, answer.stamp), 0)
+                here = peer.partial.get(stamp_of(answer), 0)
                 answer = altered(answer, at=here * nbytes // pieces_of(nbytes))
                 self.send(name, [to], events.Heard(name, answer))
             case events.Send(to, message):
@@ -566,25 +592,45 @@ class LinkedSwarm(base.Swarm):
                     self.in_life(peer, self.now, self.tell, peer, events.Broke(to, get))
             case events.Reply(to, get, None):
                 self.send(name, [to], events.Gave(name, get, None))
+            case events.Reply(to, get, events.AnchorPart() as part):
+                part = peer.anchors.filled(get.fragment, part)
+                self._begin(AnswerTransfer(self, (name, to), get, part))
             case events.Reply(to, get, answer):
-                if isinstance(answer, events.AnchorPart):
-                    answer = peer.anchors.filled(answer.head.fragment, answer)
-                self._begin(AnswerTransfer(self, name, to, get, answer), to)
+                self._give(peer, to, get, answer.records)
+
+    def _give(self, donor: LinkedPeer, to: str, get: Get, records: Sequence[Record]) -> None:
+        """Send records from the part on that the asker lacks, if there is such a part here."""
+        head, update = records[0]
+        held, here = self.peers[to].arrivals.get(get.fragment), donor.arrivals.get(get.fragment)
+        at = held.here if held and held.head == head and head.prev == get.have[1] else 0
+        if update is None and (here is None or here.head != head or here.here <= at):
+            self.send(donor.name, [to], events.Gave(donor.name, get, None))
+            self.in_life(donor, self.now, self.tell, donor, events.Served(to, get))
+        else:
+            self._begin(
+                AnswerTransfer(self, (donor.name, to), get, events.Records(tuple(records)), at)
+            )
 
     def _plan(self, peer: LinkedPeer) -> None:
         self.tell(peer, events.Wanted(0, self._cycle(peer)))
 
     def _send_payload(self, peer: LinkedPeer, action: events.SendPayload) -> None:
-        there, line = self.peers[action.peer].core, action.line
-        if there is not None and there.wants(line):
-            self._begin(PayloadTransfer(self, peer.name, action), action.peer)
+        there, stamp = self.peers[action.peer], stamp_of(action.line)
+        sending = [one for one in peer.moving if isinstance(one, PayloadTransfer)]
+        if any(one.stamp == stamp and one.target is there for one in sending):
+            return  # it was offered again meanwhile
+        if there.core is not None and there.core.wants(action.line):
+            self._begin(PayloadTransfer(self, peer.name, action))
         else:
-            self.tell(peer, events.Broke(action.peer, line))
+            self.tell(peer, events.Broke(action.peer, action.line))
 
-    def _begin(self, transfer: Transfer, to: str) -> None:
-        self.transfers[transfer] = None
-        if frozenset((transfer.source.name, to)) not in self.epochs:
+    def _begin(self, transfer: Transfer) -> None:
+        self.transfers[transfer] = transfer.hears.moving[transfer] = None
+        if frozenset((transfer.source.name, transfer.target.name)) not in self.epochs:
             transfer.broken()
+        elif transfer.landed == transfer.pieces:
+            transfer.close()
+            self.at(self.now + transfer.latency_s, transfer.done)
         else:
             transfer.source.uplink.serve(transfer)
 

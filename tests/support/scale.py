@@ -145,7 +145,7 @@ def played(run: Run, k: float) -> Outcome:
     sizes = [Sizes(each, each, 4 * each, PARTS)] * outer.fragments
     tokens = TOKENS * outer.sync_every * peers * run.versions if outer.quorum else 0
     planned = 0 if outer.quorum else run.versions, tokens, 0
-    swarm = LinkedSwarm(settings, sizes, planned, run.seed, says_s=slower)
+    swarm = LinkedSwarm(settings, sizes, planned, run.seed)
     slowed = [Link(link.up / k, link.down / k, link.latency_s * k) for link in run.links]
     for name, step_s, link in zip(NAMES, run.step_s, slowed, strict=False):
         swarm.add(name, step_s=step_s * k, link=link, dylu=outer.dylu)

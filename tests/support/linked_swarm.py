@@ -98,7 +98,7 @@ class Transfer:
         self.piece_bytes, self.sent, self.landed = nbytes / pieces, at, at
         self.latency_s = swarm.latency(*ends)
         self.arrived = deque[float]()  # when the last byte of each piece reaches the downlink
-        self.over, self.told = False, 0
+        self.begun_at, self.over, self.trickle = swarm.now, False, 0  # bytes of the next piece
 
     def available(self) -> int:
         """Pieces that the source has."""
@@ -126,7 +126,7 @@ class Transfer:
     def _land(self) -> None:
         if self.over:
             return
-        self.landed += 1
+        self.landed, self.trickle = self.landed + 1, 0
         self.landing()
         if self.landed == self.pieces and not self.over:
             self.close()
@@ -142,8 +142,21 @@ class Transfer:
         """Who is told how many bytes have moved."""
         return self.target
 
+    def moves(self) -> bool:
+        """Whether bytes of it come, be it fewer than a piece: equal streams share a link."""
+        freezes = self.source.frozen or self.target.frozen
+        under_way = self.sent > self.landed or self.sent < self.available()
+        return under_way and not freezes and self.swarm.now > self.begun_at + self.latency_s
+
     def moved(self) -> events.Moved | None:
-        """How many have, if it is news."""
+        """What is told of that at each heartbeat."""
+        if not self.moves():
+            return None
+        self.trickle += 1
+        return self.tells(int(self.landed * self.piece_bytes) + self.trickle)
+
+    def tells(self, nbytes: int) -> events.Moved:
+        raise NotImplementedError
 
     def broken(self) -> None:
         """The stream ends; what is here of it is kept."""
@@ -173,11 +186,7 @@ class PayloadTransfer(Transfer):
     def hears(self) -> "LinkedPeer":
         return self.source
 
-    def moved(self) -> events.Moved | None:
-        if self.landed == self.told:
-            return None
-        self.told = self.landed
-        nbytes = int(self.landed * self.piece_bytes)
+    def tells(self, nbytes: int) -> events.Moved:
         return events.Moved(self.target.name, self.action.line, nbytes)
 
     def landing(self) -> None:
@@ -199,7 +208,7 @@ class AnswerTransfer(Transfer):
     def __init__(
         self, swarm: "LinkedSwarm", ends: tuple[str, str], get: Get, answer: Any, at: int = 0
     ) -> None:
-        self.get, self.answer, self.waited, self.started = get, answer, 0, at
+        self.get, self.answer, self.started = get, answer, at
         self.arrivals, self.donors = list[Arrival](), None
         donor, asker = (swarm.peers[name] for name in ends)
         nbytes = swarm.part_bytes(get.fragment)
@@ -223,12 +232,12 @@ class AnswerTransfer(Transfer):
     def available(self) -> int:
         return self.donors.here if self.donors else self.pieces
 
-    def moved(self) -> events.Moved | None:
-        waits = self.donors is not None and self.donors.live and self.sent == self.donors.here
-        if self.landed == self.told and not waits:
-            return None
-        self.told, self.waited = self.landed, self.waited + waits
-        nbytes = int((self.landed - self.started) * self.piece_bytes) + self.waited
+    def moves(self) -> bool:
+        waits = self.donors is not None and self.donors.live and not self.source.frozen
+        return waits or super().moves()
+
+    def tells(self, nbytes: int) -> events.Moved:
+        nbytes -= int(self.started * self.piece_bytes)
         return events.Moved(self.source.name, self.get, nbytes)
 
     def landing(self) -> None:

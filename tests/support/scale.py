@@ -1,8 +1,9 @@
 """One run of cores on links, with all of its times multiplied by k: the same is merged.
 
-The steps, latencies, faults, and the seconds that a byte takes are multiplied; sizes stay, and what
-is about a process that answers or not: heartbeats and their silence. Where there would be more than
-`BEATS` heartbeats in a round, these grow, too: more say nothing new, and take long to play.
+Multiplied are steps, latencies (to `MOST_LATENCY_S`), faults, and the seconds that a byte takes.
+Sizes stay, and what is about a process that answers or not: heartbeats and their silence. Where
+there would be more than `BEATS` heartbeats in a round, these grow, too: more say nothing new, and
+take long to play.
 
     drawn(seed) -> Run -> played(run, k) -> Outcome -> differences(at 1, at k)
 
@@ -31,6 +32,7 @@ from tests.support.linked_swarm import TOKENS, Link, LinkedPeer, LinkedSwarm
 
 SCALES = (0.1, 1.0, 10.0, 100.0, 1000.0)
 BAD = ("missing", "stuck", "takeover", "discarded")
+MOST_LATENCY_S = 0.5  # no network has more, and a process answers in time or not
 BEATS = 50  # in a round, at most
 NAMES = "abcdefghijklm"
 PACE, LOST = 0.1, 0.05  # by how much shares differ where there is no barrier
@@ -146,7 +148,10 @@ def played(run: Run, k: float) -> Outcome:
     tokens = TOKENS * outer.sync_every * peers * run.versions if outer.quorum else 0
     planned = 0 if outer.quorum else run.versions, tokens, 0
     swarm = LinkedSwarm(settings, sizes, planned, run.seed)
-    slowed = [Link(link.up / k, link.down / k, link.latency_s * k) for link in run.links]
+    slowed = [
+        Link(link.up / k, link.down / k, min(link.latency_s * k, MOST_LATENCY_S))
+        for link in run.links
+    ]
     for name, step_s, link in zip(NAMES, run.step_s, slowed, strict=False):
         swarm.add(name, step_s=step_s * k, link=link, dylu=outer.dylu)
     gone_at = dict[str, float]()

@@ -279,8 +279,7 @@ class AnswerTransfer(Transfer):
             self.swarm.at(self.swarm.now + STALL_S, self._give_up, arrival, arrival.times)
 
     def _served(self) -> None:
-        if not self.get.want:
-            self.later(self.source, events.Served(self.target.name, self.get))
+        self.later(self.source, events.Served(self.target.name, self.get))
 
     def _give_up(self, arrival: Arrival, times: int) -> None:
         """No other donor went on: those who wait for its parts wait no longer."""
@@ -597,7 +596,10 @@ class LinkedSwarm(base.Swarm):
         name = peer.name
         match action:
             case events.AskDonor(to, get):
-                if not self.send(name, [to], events.Asked(name, get), ASKED):
+                held, asked = peer.arrivals.get(get.fragment), get
+                if held and held.head.prev == get.have[1] and not get.want:
+                    asked = altered(get, held=held.head.id, part=held.here)
+                if not self.send(name, [to], events.Asked(name, asked), ASKED):
                     self.in_life(peer, self.now, self.tell, peer, events.Broke(to, get))
             case events.Reply(to, get, None):
                 self.send(name, [to], events.Gave(name, get, None))
@@ -610,15 +612,17 @@ class LinkedSwarm(base.Swarm):
     def _give(self, donor: LinkedPeer, to: str, get: Get, records: Sequence[Record]) -> None:
         """Send records from the part on that the asker lacks, if there is such a part here."""
         head, update = records[0]
-        held, here = self.peers[to].arrivals.get(get.fragment), donor.arrivals.get(get.fragment)
-        at = held.here if held and held.head == head and head.prev == get.have[1] else 0
+        here, at = donor.arrivals.get(get.fragment), get.part if get.held == head.id else 0
+        held = self.peers[to].arrivals.get(get.fragment)
         if update is None and (here is None or here.head != head or here.here <= at):
             self.send(donor.name, [to], events.Gave(donor.name, get, None))
             self.in_life(donor, self.now, self.tell, donor, events.Served(to, get))
+        elif at and (held is None or held.head != head or held.here != at):
+            self.send(donor.name, [to], events.Broke(donor.name, get, bad=True))
+            self.in_life(donor, self.now, self.tell, donor, events.Served(to, get))
         else:
-            self._begin(
-                AnswerTransfer(self, (donor.name, to), get, events.Records(tuple(records)), at)
-            )
+            answer = events.Records(tuple(records))
+            self._begin(AnswerTransfer(self, (donor.name, to), get, answer, at))
 
     def _plan(self, peer: LinkedPeer) -> None:
         self.tell(peer, events.Wanted(0, self._cycle(peer)))

@@ -10,12 +10,14 @@ two swarms whose times are multiples of each other do the same things.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace as altered
 
 from diloco.core import events
+from diloco.core.facts import CONTROL
 from diloco.core.history import Record, genesis
 from diloco.core.peer import Peer as Core
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
@@ -28,6 +30,7 @@ from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, S
 LEAST_BYTES = 2**14  # of a piece
 READ_S = 10.0  # in which others read what a peer still sends when it leaves (`swarm.node.node`)
 STALL_S = 20.0  # for which a donor waits for parts that have stopped to come (`swarm.rpc.state`)
+FIRST_MOVED_S = 1.0  # after its first byte, a transfer is told of; then with each heartbeat
 REDIAL_S = 2.0
 OPENED, ASKED = 2, 3  # one-way trips until a stream is open, and its first message there
 TOKENS = 1000  # of an inner step
@@ -178,7 +181,7 @@ class PayloadTransfer(Transfer):
 
     def __init__(self, swarm: "LinkedSwarm", source: str, action: events.SendPayload) -> None:
         nbytes = swarm.sizes[action.line.fragment].payload
-        pieces = pieces_of(nbytes)
+        pieces = pieces_of(nbytes, swarm.parts)
         super().__init__(swarm, (source, action.peer), nbytes, pieces, action.at * pieces // nbytes)
         self.action, self.stamp = action, stamp_of(action.line)
 
@@ -224,7 +227,7 @@ class AnswerTransfer(Transfer):
             if answer.records[0].update is None:
                 self.donors = donor.arrivals[get.fragment]
                 self.donors.followers.append(self)
-        self.each, number = pieces_of(nbytes), len(self.arrivals) or 1
+        self.each, number = pieces_of(nbytes, swarm.parts), len(self.arrivals) or 1
         super().__init__(swarm, ends, nbytes * number, self.each * number, at)
         if at:
             swarm.at(swarm.now + self.latency_s, self._arrives)
@@ -293,9 +296,9 @@ def stamp_of(line: Line | Answer) -> tuple[int, str, int]:
     return line.fragment, line.peer, line.stamp
 
 
-def pieces_of(nbytes: float) -> int:
+def pieces_of(nbytes: float, most: int = UPDATE_PARTS) -> int:
     """In how many a transfer goes."""
-    return int(max(1, min(UPDATE_PARTS, nbytes // LEAST_BYTES)))
+    return int(max(1, min(most, nbytes // LEAST_BYTES)))
 
 
 @dataclass(eq=False)
@@ -306,8 +309,9 @@ class LinkedPeer(base.Peer):
     dylu: bool = False
     trained_s: float = 0.0  # in inner steps that are done
     made: int = 0  # inner steps
-    begun_at: float | None = None  # with its first inner step
-    ended_at: float | None = None  # its training
+    lives: list[list[float]] = field(default_factory=list)  # from its first inner step to its end
+    cycles: list[tuple[float, float]] = field(default_factory=list)  # when, and `trained_s` then
+    steps: bool = False  # it has begun an inner step in this life
     leaves: bool = False
     uplink: Port = field(init=False)
     downlink: Port = field(init=False)
@@ -316,12 +320,14 @@ class LinkedPeer(base.Peer):
     moving: dict[Transfer, None] = field(default_factory=dict)  # of which it hears
     later: list[events.Action] = field(default_factory=list)  # after the inner step under way
 
+    def ends(self, now: float) -> None:
+        """It trains no more in this life."""
+        if self.lives and self.lives[-1][1] == inf:
+            self.lives[-1][1] = now
+
     def utilization(self, now: float) -> float:
-        """Share of its time in inner steps, from the first one until it ended its training."""
-        if self.begun_at is None:
-            return 0.0
-        until = now if self.ended_at is None else self.ended_at
-        return self.trained_s / max(1e-9, until - self.begun_at)
+        """Share of its lives in inner steps."""
+        return self.trained_s / max(1e-9, sum(min(end, now) - at for at, end in self.lives))
 
 
 class Said(NamedTuple):
@@ -341,7 +347,7 @@ class LinkedSwarm(base.Swarm):
         sizes: of each fragment.
         planned: steps, tokens and rounds of the run; peers leave when it is over.
         jitter: how far an inner step is longer or shorter than the mean, at most.
-        part_bytes: of an answer with a part of the anchor of a fragment.
+        parts: in how many an update is passed on, at most.
     """
 
     peers: dict[str, LinkedPeer]  # type: ignore[assignment]
@@ -353,9 +359,11 @@ class LinkedSwarm(base.Swarm):
         planned: tuple[int, int, int] = (0, 0, 0),
         seed: int = 0,
         jitter: float = 0.02,
+        parts: int = UPDATE_PARTS,
     ) -> None:
         super().__init__(settings, seed=seed)
         self.seed, self.sizes, self.planned, self.jitter = seed, list(sizes), planned, jitter
+        self.parts = parts
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
@@ -433,7 +441,7 @@ class LinkedSwarm(base.Swarm):
         identity = Identity(name, name, RUN, "0" * 64, Signer(name), peer.trains, peer.authors)
         peer.life, peer.inbox, peer.later = peer.life + 1, [], []
         peer.frozen = peer.stuck = peer.stepping = peer.leaves = False
-        peer.begun_at, peer.begins = None, False
+        peer.begins = peer.steps = False
         start = saved.tips, self.sizes, self.now, wall_ms, saved.processed, saved.stamp
         peer.core = Core(identity, settings, Arithmetic(), *start, self.planned)
         peer.anchors = Anchors(peer.core.facts, saved.anchors)
@@ -450,9 +458,8 @@ class LinkedSwarm(base.Swarm):
         assert isinstance(peer, LinkedPeer)
         life = peer.life
         self.tell(peer, events.Tick())
-        for transfer in [*peer.moving] if peer.life == life and not peer.frozen else ():
-            if moved := transfer.moved():
-                self.tell(peer, moved)
+        for transfer in [*peer.moving] if peer.life == life else ():
+            self._tell_moved(transfer)
         if peer.life == life:
             self.in_life(peer, self.now + peer.settings.heartbeat_s, self._tick, peer)
 
@@ -462,7 +469,7 @@ class LinkedSwarm(base.Swarm):
         peer.partial.clear()
         peer.moving.clear()
         peer.arrivals.clear()
-        peer.ended_at = self.now if peer.ended_at is None else peer.ended_at
+        peer.ends(self.now)
 
     def freeze(self, peer: LinkedPeer) -> None:
         """It stops; nobody hears of it, and what is on its way to and from it waits."""
@@ -501,7 +508,9 @@ class LinkedSwarm(base.Swarm):
             self.tell(peer, events.Begun())
         elif core.runs:
             peer.stepping = True
-            peer.begun_at = self.now if peer.begun_at is None else peer.begun_at
+            if not peer.steps:
+                peer.steps = True
+                peer.lives.append([self.now, inf])
             factor = Random(f"{self.seed} {peer.name} {peer.made}").uniform(-1, 1) * self.jitter
             seconds = peer.step_s * (1.0 + factor)
             self.in_life(peer, self.now + seconds, self._stepped, peer, seconds)
@@ -521,7 +530,7 @@ class LinkedSwarm(base.Swarm):
             return
         self.tell(peer, events.Stepped(TOKENS, (), 1 / peer.step_s))
         if peer.leaves:
-            peer.ended_at = self.now
+            peer.ends(self.now)
             self.tell(peer, events.Leave())
         for heard in self.on_step:
             heard(peer)
@@ -531,7 +540,7 @@ class LinkedSwarm(base.Swarm):
         if not peer.leaves and peer.core is not None:
             peer.leaves = True
             if finished or not peer.stepping:
-                peer.ended_at = self.now
+                peer.ends(self.now)
                 self.tell(peer, events.Leave(finished))
 
     # -- what cores ask for ------------------------------------------------------------------------
@@ -564,6 +573,8 @@ class LinkedSwarm(base.Swarm):
                 peer.later.append(action)
             case events.Capture(line):
                 self.captured.append(line)
+                if line.fragment == CONTROL:
+                    peer.cycles.append((self.now, peer.trained_s))
                 super().do(peer, action)
             case events.Load() if peer.dylu:
                 self.in_life(peer, self.now, self._plan, peer)
@@ -581,7 +592,7 @@ class LinkedSwarm(base.Swarm):
             case events.Send(to, Answer(says="want") as answer):
                 nbytes = self.sizes[answer.fragment].payload
                 here = peer.partial.get(stamp_of(answer), 0)
-                answer = altered(answer, at=here * nbytes // pieces_of(nbytes))
+                answer = altered(answer, at=here * nbytes // pieces_of(nbytes, self.parts))
                 self.send(name, [to], events.Heard(name, answer))
             case events.Send(to, message):
                 self.send(name, [to], events.Heard(name, message))
@@ -645,7 +656,13 @@ class LinkedSwarm(base.Swarm):
             transfer.close()
             self.at(self.now + transfer.latency_s, transfer.done)
         else:
+            soon = self.now + transfer.latency_s + FIRST_MOVED_S
+            self.at(soon, self._tell_moved, transfer)
             transfer.source.uplink.serve(transfer)
+
+    def _tell_moved(self, transfer: Transfer) -> None:
+        if not transfer.over and (moved := transfer.moved()):
+            self.tell(transfer.hears, moved)
 
     def _note(self, peer: LinkedPeer, kind: str, fields: dict[str, Any]) -> None:
         self.said.append(Said(self.now, peer.name, kind, fields, peer.facts.finished))

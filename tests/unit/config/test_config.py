@@ -69,7 +69,7 @@ HAND_WRITTEN = """{
            "holdout": 0.02, "name": null, "subset": null, "split": "train"},
   "swarm": {"admit": "invited"}
 }"""
-GOLDEN_HASH = "1729b7080374ec07406c0f84ec2c29873e26a8c612fc87b0c4262f90c0136ee3"
+GOLDEN_HASH = "b6016f2683c9f9db36f9696966abeceaeedb643b39ad2a469748a7e96a10248b"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:

@@ -15,8 +15,10 @@ segment, and positions begin anew in it (`diloco.model.cross_entropy.loss`).
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +27,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.config import DataConfig
-from diloco.data.formats import records
+from diloco.data.formats import OddRows, records
 from diloco.data.hub_files import HUB_REMEDY, find_files
 from diloco.data.packing import is_held_out
-from diloco.data.sources import as_data_error, files_of
+from diloco.data.sources import as_data_error, files_of, kind_of
 from diloco.data.tokenizers import Message, Tokenizer
 from diloco.data.tokens import TokenList
 from diloco.errors import DataError
 from diloco.hub import dataset_file
+
+logger = logging.getLogger(__name__)
 
 ROLES = {
     "assistant": "assistant bard bing chatbot chatgpt gpt model",
@@ -48,6 +52,12 @@ class Sample(NamedTuple):
 
     tokens: NDArray[np.int32]  # (n,)
     learned: NDArray[np.bool_]  # (n,): tokens that the model has to predict
+    starts: tuple[int, ...] = (0,)  # of the parts, which do not see each other
+
+    def parts(self) -> list[Sample]:
+        edges = self.starts[1:]
+        pieces = zip(np.split(self.tokens, edges), np.split(self.learned, edges), strict=True)
+        return [Sample(*piece) for piece in pieces]
 
 
 class Chat(NamedTuple):
@@ -63,12 +73,11 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
     Raises ValueError for a row without any of it, with the columns that it has.
     """
     got = {name: value for name, value in row.items() if value not in (None, "", [])}
-    tools = got.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = [_plain(tool) for tool in _plain(got.get("tools")) or ()] or None
     if "messages" in got:
         return Chat(_messages(got["messages"], "messages", "role", "content"), tools)
     if "conversations" in got:
-        turns = got["conversations"]
+        turns = [_plain(turn) for turn in _plain(got["conversations"])]
         first = turns[0] if isinstance(turns, list) and isinstance(turns[0], Mapping) else {}
         keys = ("role", "content") if "role" in first else ("from", "value")
         return Chat([*_system(got), *_messages(turns, "conversations", *keys)], tools)
@@ -99,10 +108,11 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _messages(turns: Any, column: str, role: str, content: str) -> list[Message]:
+    turns = _plain(turns)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{column} is no list of messages")
     found = list[Message]()
-    for number, turn in enumerate(turns, 1):
+    for number, turn in enumerate(map(_plain, turns), 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get(role), str):
             raise ValueError(f"message {number} of {column} has no {role}")
         name = turn[role].lower()
@@ -112,9 +122,46 @@ def _messages(turns: Any, column: str, role: str, content: str) -> list[Message]
                 f"message {number} of {column} has the {role} {name!r}, which is none of {known}"
             )
         rest = {key: value for key, value in turn.items() if key not in (role, content)}
-        rest = {key: value for key, value in rest.items() if value is not None}
-        found.append({**rest, "role": _ROLE_OF[name], "content": turn.get(content) or ""})
+        if calls := _plain(rest.pop("tool_calls", None)):
+            rest["tool_calls"] = [_call(_plain(call)) for call in calls]
+        text = _text(turn.get(content), f"message {number} of {column}")
+        found.append({**rest, "role": _ROLE_OF[name], "content": text})
     return found
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of content as a text, or as a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    kinds = [
+        part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts
+    ]
+    if other := next((kind for kind in kinds if kind != "text"), None):
+        raise ValueError(f"{where} has content of the type {other}, and only text is learned")
+    return "".join(part.get("text") or "" for part in parts)
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, whose arguments may be JSON text, as OpenAI writes them."""
+    one = call.get("function", call)
+    if not isinstance(one.get("arguments", {}), Mapping):
+        one = {**one, "arguments": _plain(one["arguments"])}
+    return {**call, "function": one} if "function" in call else one
+
+
+def _plain(value: Any) -> Any:
+    """A value without the keys that are null (Arrow gives all objects of a column the same keys),
+    and decoded if it is the JSON text of an object or a list."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        value = json.loads(value)
+    return _without_null(value)
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null(one) for key, one in value.items() if one is not None}
+    return [*map(_without_null, value)] if isinstance(value, list) else value
 
 
 def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> Sample:
@@ -122,57 +169,88 @@ def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> Sample:
 
     Raises ValueError for what has no answer, or that the chat template refuses.
     """
+    starts: tuple[int, ...] = (0,)
     if isinstance(found, Chat):
         if not any(one["role"] == "assistant" for one in found.messages):
             raise ValueError("it has no message of an assistant, so nothing to learn")
-        tokens, learned = tokenizer.encode_chat(found.messages, found.tools)
+        parts = tokenizer.encode_chat(found.messages, found.tools)
+        tokens, learned = (list(chain.from_iterable(side)) for side in zip(*parts, strict=True))
+        starts = tuple(accumulate((len(part[0]) for part in parts[:-1]), initial=0))
     else:
         texts = [found] if isinstance(found, str) else list(found)
         parts = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
         end = [] if tokenizer.end is None else [tokenizer.end]
-        tokens = [*(int(token) for part in parts for token in part), *end]
-        learned = [False] * (len(parts[0]) if len(parts) > 1 else 0)
+        tokens = [*tokenizer.begin, *(int(token) for part in parts for token in part), *end]
+        learned = [False] * (len(tokenizer.begin) + len(parts[0]) if len(parts) > 1 else 0)
         learned += [True] * (len(tokens) - len(learned))
-    return Sample(np.array(tokens, np.int32), np.array(learned, np.bool_))
+    return Sample(np.array(tokens, np.int32), np.array(learned, np.bool_), starts)
 
 
 def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
     """The packed sequences, (N, 2, T), of the rows of `data.path`, or of a dataset of the hub.
 
-    Raises DataError, which names file and row: one cannot be read, or is refused by `encode`.
+    Rows that cannot be read, or that `encode` refuses, are left out, as are those of which nothing
+    is learned; a line says how many. Raises DataError, which names a file and a row, where they are
+    half of all or more.
     """
     kind, key, files = settings.source, "data.path", list[Path]()
     if kind == "hub":
         kind, files = _of_hub(settings)
         key = "data.name"
     sides: tuple[list[Sample], list[Sample]] = [], []
-    num_bytes = 0
+    documents = num_bytes = 0
     remedy = "mend that row, or leave it out"
+    odd = OddRows(remedy)
     for file in files or files_of(settings):
+        format = kind if files else kind_of(file, settings)
         with as_data_error(f"{key}: {file}", remedy), file.open("rb") as handle:
-            for number, row in enumerate(records(handle, str(file), kind), 1):
+            for number, row in enumerate(records(handle, str(file), format), 1):
+                odd.rows += 1
                 try:
+                    if isinstance(row, ValueError):
+                        raise row
                     found = parse(row, settings.field)
-                    sample = encode(found, tokenizer)
+                    parts = encode(found, tokenizer).parts()
                 except ValueError as error:
-                    raise ValueError(f"row {number}: {error}") from error
+                    text = str(error) if error is row else f"row {number}: {error}"
+                    odd.add(ValueError(text), f"{key}: {file}")
+                    continue
                 content = found if isinstance(found, str) else json.dumps(found, default=str)
-                text = content.encode("utf-8", errors="replace")
-                sides[is_held_out(text, settings.holdout, settings.source)].append(sample)
-                num_bytes += len(text)
+                encoded = content.encode("utf-8", errors="replace")
+                sides[is_held_out(encoded, settings.holdout, settings.source)].extend(parts)
+                documents, num_bytes = documents + 1, num_bytes + len(encoded)
+    odd.check()
+    odd.log()
+    _check_learned(sides, settings.sequence_length)
     training, held_out = (pack(side, settings.sequence_length) for side in sides)
     digest = blake3(training.tobytes()).hexdigest()
-    return TokenList(training, held_out, sum(map(len, sides)), num_bytes, digest)
+    return TokenList(training, held_out, documents, num_bytes, digest)
+
+
+def _check_learned(sides: Iterable[Sequence[Sample]], length: int) -> None:
+    """Say how much is left out, since nothing of it is learned; raises DataError if that is all."""
+    learned = [_is_learned(sample, length) for side in sides for sample in side]
+    if missing := learned.count(False):
+        what = "of %d of %d conversations nothing is learned, which are left out: the answer is"
+        why = f"{what} behind the first data.sequence_length=%d tokens, or the template marks none"
+        if not any(learned):
+            line = why % (missing, len(learned), length)
+            raise DataError(f"data.format: {line}; raise the one, or mend the other")
+        logger.warning(why, missing, len(learned), length)
+
+
+def _is_learned(sample: Sample, length: int) -> bool:
+    return bool(sample.learned[1:length].any())
 
 
 def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
     """The format of a dataset, and its files, which are fetched once."""
     with as_data_error(f"data.name: {settings.name}", HUB_REMEDY):
         kind, names, opened = find_files(settings)
-        if kind not in ("json", "parquet"):
+        if kind == "text":
             raise DataError(
-                f"data.name: {settings.name} is of the format {kind}, and data.format=auto reads"
-                " json and parquet; choose another dataset"
+                f"data.name: {settings.name} is of the format text, and data.format=auto reads rows"
+                " with fields; choose another dataset"
             )
         return kind, [Path(one) if opened is open else dataset_file(one) for one in names]
 
@@ -185,7 +263,7 @@ def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
     count from 1; what is left of a sequence is segment 0. The first token of a segment is never
     learned: nothing is before it.
     """
-    kept = [sample for sample in samples if sample.learned[1:length].any()]
+    kept = [sample for sample in samples if _is_learned(sample, length)]
     inside = list[list[Sample]]()  # of each sequence
     free = list[tuple[int, int]]()  # (tokens, sequence), sorted
     for sample in sorted(kept, key=lambda one: -len(one.tokens)):

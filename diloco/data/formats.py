@@ -8,9 +8,9 @@ not.
 - `handle` is a seekable binary file. Its content says how it is compressed: gzip, bzip2, xz, zstd
   or lz4. A ZIP archive stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
-- A fault of the content is a ValueError that names the row, counted from 1, or a DataError about
-  `data.field`. An OSError with an `errno` is one of the machine or of the network. `as_data_error`
-  makes a line of each.
+- A row that cannot be used is left out and counted (`OddRows`), and b"" stands for its text.
+- Another fault of the content is a ValueError, or a DataError about `data.field`. An OSError with
+  an `errno` is one of the machine or of the network. `as_data_error` makes a line of each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
 from diloco.data.packing import pieces
@@ -48,6 +48,7 @@ _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
 # so many rows of JSON without the field, from the first one on: its name is wrong
 _ROWS_WITHOUT = 10_000
+_ODD_AT_ONCE = 100  # odd rows, from which on it is an error at once that they are half of all
 
 _CONTENT = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
@@ -55,25 +56,70 @@ _CONTENT = re.compile(
 )
 
 
+class OddRows:
+    """Counts the rows that cannot be used, and says which was the first one.
+
+    Raises DataError, which names it, where they are half of all rows or more.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self.count = self.rows = 0
+        self._first, self._remedy = "", remedy
+
+    def add(self, error: Exception, path: str) -> None:
+        self.count += 1
+        if not self._first:
+            is_line = isinstance(error, DataError)
+            self._first = str(error) if is_line else f"{path}: {error}; {self._remedy}"
+        if self.count >= _ODD_AT_ONCE:
+            self.check()
+
+    def check(self) -> None:
+        """Raise where they are too many; to be called at the end, too."""
+        if self.count and 2 * self.count >= self.rows:
+            raise DataError(self._first)
+
+    def log(self) -> None:
+        if self.count:
+            line = "%d of %d rows cannot be used, and are left out; the first: %s"
+            logger.warning(line, self.count, self.rows, self._first)
+
+
+_Text = bytes | ValueError | DataError  # of a row, or why it cannot be used
+
+
 def read_rows(
-    handle: BinaryIO, path: str, format: str, field: str, start: int = 0
+    handle: BinaryIO, path: str, format: str, field: str, start: int = 0, odd: OddRows | None = None
 ) -> Iterator[bytes]:
-    """The texts of the rows of one file, from row `start` on; `path` is its name in errors."""
+    """The texts of the rows of one file, from row `start` on; `path` is its name in errors. Without
+    `odd` a row that cannot be used is an error."""
     if _is_plain_parquet(handle, format):
-        yield from _parquet(handle, path, field, start)
-        return
-    rows = (_READERS[format](content, path, field) for content in _contents(handle, path, format))
-    yield from islice(chain.from_iterable(rows), start, None)
+        rows = _parquet(handle, path, field, start)
+    else:
+        contents = _contents(handle, path, format)
+        all_rows = (_READERS[format](content, path, field) for content in contents)
+        rows = islice(chain.from_iterable(all_rows), start, None)
+    for row in rows:
+        if odd is not None:
+            odd.rows += 1
+        if isinstance(row, bytes):
+            yield row
+        elif odd is None:
+            raise row
+        else:
+            odd.add(row, path)
+            yield b""
 
 
-def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON or Parquet with all their columns; errors as of `read_rows`."""
+def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any] | ValueError]:
+    """The rows of a file, but of plain text, with all their columns, or why there is none; errors
+    as of `read_rows`."""
     plain = _is_plain_parquet(handle, format)
     contents = [handle] if plain else _contents(handle, path, format)
-    read = _parquet_records if format == "parquet" else partial(_json_rows, numbers=True)
+    read = _RECORDS.get(format, partial(_json_rows, numbers=True))
     for number, row in enumerate(chain.from_iterable(map(read, contents)), 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object")
+        if not isinstance(row, dict | ValueError):
+            row = ValueError(f"row {number} is no object")
         yield row
 
 
@@ -142,7 +188,7 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     return fitting
 
 
-def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
     for number, piece in enumerate(pieces(content)):
         try:
             if "\0" in piece.decode("utf-8") and number == 0:  # it is UTF-16
@@ -152,12 +198,13 @@ def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
         yield piece
 
 
-def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
     fields: set[str] | None = set()  # of the rows so far, while none has the field
     for number, row in enumerate(_json_rows(content), 1):
         row = {"text": row} if isinstance(row, str) else row  # a list of strings
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object")
+            yield row if isinstance(row, ValueError) else ValueError(f"row {number} is no object")
+            continue
         if fields is not None:
             fields = None if field in row else fields | row.keys()
             if fields and number == _ROWS_WITHOUT:
@@ -165,7 +212,8 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
         value = row.get(field)
         if not isinstance(value, str | None):
             names = [name for name, other in row.items() if isinstance(other, str)]
-            raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
+            yield _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
+            continue
         # half of a surrogate pair is possible in JSON
         yield (value or "").encode("utf-8", errors="replace")
     if fields:
@@ -173,7 +221,8 @@ def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
 
 
 def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
-    """The rows of JSON lines, or else of the one list or object over several lines."""
+    """The rows of JSON lines, and errors in place of those that are none; or else those of the one
+    list or object over several lines."""
     # Numbers that nobody looks at may have more digits than Python converts.
     parse_int = None if numbers else lambda digits: 0
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=parse_int), 0, b""
@@ -194,9 +243,9 @@ def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
                 row = decoded(line, f"row {number}")
             except ValueError as error:
                 length = len(line.decode(errors="replace").rstrip())
-                if number > 1 or getattr(error.__cause__, "pos", -1) < length:
-                    raise
-                break  # it goes on in the next line
+                if number == 1 and getattr(error.__cause__, "pos", -1) >= length:
+                    break  # it goes on in the next line
+                row = error
             yield row
         else:
             return
@@ -207,24 +256,45 @@ def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
     yield from rows if isinstance(rows, list) else [rows]
 
 
-def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
     tabs = path.lower().removesuffix(".zip").rpartition("/")[2].partition(".tsv")[1]
     csv.field_size_limit(_LONGEST)
-    with io.TextIOWrapper(content, "utf-8", newline="") as lines:
+    with io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="") as lines:
         rows = csv.DictReader(lines, delimiter="\t" if tabs else ",")
         if rows.fieldnames and field not in rows.fieldnames:
             raise NoFieldError(path, field, rows.fieldnames)
-        for row in rows:
-            yield (row[field] or "").encode()
+        for number in count(1):
+            try:
+                row = next(rows, None)
+                if row is None:
+                    return
+                yield (row[field] or "").encode()
+            except (csv.Error, UnicodeEncodeError) as error:
+                yield ValueError(f"row {number} is no CSV of UTF-8 ({error})")
 
 
-def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _csv_records(content: io.BufferedReader) -> Iterator[dict[str, Any]]:
+    with io.TextIOWrapper(content, "utf-8", newline="") as lines:
+        yield from csv.DictReader(lines)
+
+
+def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
+    schema, batches = _arrow_batches(content)
+    yield from _columns(batches, schema, path, field)
+
+
+def _arrow_records(content: io.BufferedReader) -> Iterator[object]:
+    for batch in _arrow_batches(content)[1]:
+        yield from batch.to_pylist()
+
+
+def _arrow_batches(content: io.BufferedReader) -> tuple[Any, Any]:
     import pyarrow as module
 
     is_file = content.peek(6).startswith(b"ARROW1")
     reader = (module.ipc.open_file if is_file else module.ipc.open_stream)(content)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-    yield from _columns(batches, reader.schema, path, field)
+    return reader.schema, batches
 
 
 def _parquet_file(handle: Any) -> Any:
@@ -248,7 +318,7 @@ def _parquet_records(handle: Any) -> Iterator[object]:
         yield from batch.to_pylist()
 
 
-def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
+def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[_Text]:
     file = _parquet_file(handle)
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
@@ -258,12 +328,12 @@ def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[byt
     yield from islice(_columns(batches, file.schema_arrow, path, field), start, None)
 
 
-def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes]:
+def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[_Text]:
     import pyarrow as module
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if module.types.is_dictionary(kind) else kind
-        return str(kind) in ("string", "large_string", "string_view")
+        return str(kind).removeprefix("large_").removesuffix("_view") in ("string", "binary")
 
     if field not in schema.names:
         raise NoFieldError(path, field, schema.names)
@@ -272,8 +342,16 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
         names = [one.name for one in schema if is_text(one.type)]
         raise _holds_no_text(path, field, str(kind), names)
     for batch in batches:
-        for value in batch.column(batch.schema.names.index(field)).to_pylist():
-            yield (value or "").encode()
+        column = batch.column(batch.schema.names.index(field))
+        if module.types.is_dictionary(kind):
+            column = column.dictionary_decode()
+        for value in column.cast(module.large_binary()).to_pylist():
+            try:
+                (value or b"").decode()
+            except UnicodeDecodeError as error:
+                yield ValueError(f"a row is no UTF-8 text ({error})")
+            else:
+                yield value or b""
 
 
 class NoFieldError(DataError):
@@ -292,6 +370,9 @@ def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str 
     )
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]] = dict(
+_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[_Text]]] = dict(
     arrow=_arrow, csv=_csv, json=_json, parquet=_parquet, text=_text
+)
+_RECORDS: dict[str, Callable[[Any], Iterator[object]]] = dict(
+    arrow=_arrow_records, csv=_csv_records, parquet=_parquet_records
 )

@@ -15,7 +15,14 @@ from typing import ClassVar
 
 from diloco.config import DataConfig
 from diloco.config.registry import DATA_SOURCES
-from diloco.data.formats import SUFFIXES, format_of, is_hidden, log_left_out, read_rows
+from diloco.data.formats import (
+    SUFFIXES,
+    OddRows,
+    format_of,
+    is_hidden,
+    log_left_out,
+    read_rows,
+)
 from diloco.errors import DataError, DilocoError
 from diloco.text import counted
 
@@ -29,6 +36,7 @@ _ABOUT_DATA = set(
 # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
 _LOOKED_AT = 1 << 14
 
+ROW_SOURCES = ("json", "parquet")  # rows with fields, in files of any format that has these
 # of files that a folder in `data.path` stands for
 _KINDS = {**SUFFIXES, "tokens": (".bin", ".npy", ".parquet")}
 
@@ -58,18 +66,20 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
             found = DATA_SOURCES[settings.source].documents(settings)
             yield from (text.encode() for text in found if text)
         return
-    rows = empty = 0
+    empty, field, odd = 0, settings.field, OddRows("mend that row, or leave it out")
     remedy = f"make it readable as {settings.source}, or leave it out"
     for file in files:
         with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
-            for text in read_rows(handle, str(file), settings.source, settings.field):
-                rows, empty = rows + 1, empty + (not text)
+            for text in read_rows(handle, str(file), kind_of(file, settings), field, 0, odd):
+                empty += not text
                 if text:
                     yield text
-    if empty:
-        where, field = ", ".join(settings.path or ()), settings.field
+    odd.check()
+    odd.log()
+    if empty := empty - odd.count:
+        where = ", ".join(settings.path or ())
         line = "%d of %d rows of %s have no %r, and are left out"
-        logger.warning(line, empty, rows, where, field)
+        logger.warning(line, empty, odd.rows, where, field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
@@ -95,6 +105,8 @@ def files_of(settings: DataConfig) -> list[Path]:
                 continue
             inside = files_below(path)
             fitting = [file for file in inside if _fits(file, settings.source)]
+            if not fitting and settings.source in ROW_SOURCES:
+                fitting = _others(inside)
             if not fitting:
                 is_text = settings.source == "text"
                 kinds = "UTF-8" if is_text else ", ".join(_KINDS[settings.source])
@@ -107,6 +119,21 @@ def files_of(settings: DataConfig) -> list[Path]:
             odd += sorted({*inside} - {*fitting})
     log_left_out(odd, settings.source)
     return found
+
+
+def kind_of(file: Path, settings: DataConfig) -> str:
+    """The format of a file: with fields, its suffix names it."""
+    named = format_of(file.name) if settings.source in ROW_SOURCES else None
+    return settings.source if named in (None, "text") else str(named)
+
+
+def _others(files: Sequence[Path]) -> list[Path]:
+    """Files with fields of another format than `data.source`, if they are all of one."""
+    kinds = {format_of(file.name) for file in files if _is_data(file)} - {None, "text"}
+    if len(kinds) != 1:
+        return []
+    [kind] = kinds
+    return [file for file in files if _fits(file, str(kind))]
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -137,7 +164,7 @@ def _fits(file: Path, source: str) -> bool:
     if source == "tokens":
         return file.suffix.lower() in _KINDS[source]
     if source != "text":
-        return format_of(file.name) == source and file.name not in _ABOUT_DATA
+        return format_of(file.name) == source and _is_data(file)
     remedy = "make it readable, or leave it out"
     with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
         try:
@@ -146,6 +173,10 @@ def _fits(file: Path, source: str) -> bool:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             return False
+
+
+def _is_data(file: Path) -> bool:
+    return file.name not in _ABOUT_DATA
 
 
 @contextlib.contextmanager

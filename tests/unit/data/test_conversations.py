@@ -84,7 +84,7 @@ def test_a_chat_template_says_what_the_assistant_writes(template: str, tmp_path:
     assert learned({"messages": ASKED * 2}, tokenizer) == "two</s>two</s>"
     assert tokenizer.question("one?") == "<user>one?<assistant>"
     (tmp_path / "chat_template.jinja").write_text(ANEW)
-    with pytest.raises(ValueError, match="marks no answers"):
+    with pytest.raises(ValueError, match="writes messages anew"):
         encode(Chat(ASKED * 2), HubTokenizer(str(tmp_path)))
 
 

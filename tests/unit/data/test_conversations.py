@@ -174,6 +174,31 @@ def test_a_mixture_of_conversations_and_text_has_rows_of_one_kind(tmp_path: Path
     assert rows.shape == (40, 2, T) and 5 < len(plain) < 35
 
 
+def test_odd_rows_are_left_out_with_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = ['{"messages": []}', '{"messages": [{"role": "ghost", "content": "x"}]}', "[1]", '{"cut']
+    good = [json.dumps({"messages": ASKED})] * 5
+    written(tmp_path, {"c.jsonl": "\n".join([*good, *odd])})
+    settings = config("json", tmp_path / "c.jsonl", format="auto", sequence_length=64, holdout=0)
+    assert "5 documents" in opened(settings).description
+    [line] = caplog.messages
+    assert line.startswith("4 of 9 rows cannot be used, and are left out; the first: data.path: ")
+    assert "c.jsonl: row 6: it has no messages" in line
+
+
+def test_conversations_of_which_nothing_is_learned_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"prompt": "x" * 50, "completion": "y"}
+    rows = [json.dumps(row) for row in (long, {"prompt": "a", "completion": "b"})]
+    written(tmp_path, {"some.jsonl": "\n".join(rows), "none.jsonl": rows[0]})
+    opened(config("json", tmp_path / "some.jsonl", format="auto", holdout=0))
+    assert "of 1 of 2 conversations nothing is learned" in caplog.text
+    with pytest.raises(DataError, match=r"data.format: of 1 of 1 conv.* data.sequence_length=16 t"):
+        opened(config("json", tmp_path / "none.jsonl", format="auto", holdout=0))
+
+
 @pytest.mark.parametrize(
     "row, said",
     [

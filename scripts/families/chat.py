@@ -245,5 +245,6 @@ def without(prompt: str, text: str) -> str:
 
 
 def said(messages: list[dict[str, Any]]) -> list[list[str]]:
+    """The words that an answer has; the tag that begins a thought may be in the prompt for it."""
     answers = (one for one in messages if one["role"] == "assistant")
-    return [one["content"].split() or ["weather"] for one in answers]
+    return [one["content"].removeprefix("<think>").split() or ["weather"] for one in answers]

@@ -34,12 +34,15 @@ from scripts.families import WORKS, Member, refused
 SOURCES = ("datasets", "pyarrow", "numpy", "litdata", "mosaicml-streaming", "webdataset")
 
 datasets.disable_progress_bars()
-TEXTS = [
-    f'text {n}: caf\u00e9, \u4e2d, "quoted",\n a second line {"x" * (n % 9)}' for n in range(60)
-]
+SAID = 'caf\u00e9, \u4e2d, "quoted",\n a second line'
+TEXTS = [f"text {n}: {SAID} {'x' * (n % 9)}" for n in range(60)]
 ROWS = [{"id": n, "text": text, "likes": n / 3} for n, text in enumerate(TEXTS)]
 IDS = np.random.default_rng(0).integers(1, 250, 4000)
 TABLE = pa.Table.from_pylist(ROWS)
+
+
+def each_row() -> Iterator[dict[str, Any]]:
+    yield from ROWS
 
 
 def compressed(suffix: str, content: bytes) -> bytes:
@@ -48,9 +51,8 @@ def compressed(suffix: str, content: bytes) -> bytes:
         with pa.CompressedOutputStream(sink, {".zst": "zstd", ".lz4": "lz4"}[suffix]) as stream:
             stream.write(content)
         return sink.getvalue().to_pybytes()
-    return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[suffix](
-        content
-    )
+    by_name = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    return by_name[suffix](content)
 
 
 def json_lines(rows: Any) -> bytes:
@@ -107,9 +109,7 @@ FOLDERS = {
     "datasets' save_to_disk, shards": lambda: datasets.Dataset.from_list(ROWS).save_to_disk(
         "out/saved", num_shards=3
     ),
-    "datasets' cache of Arrow": lambda: datasets.Dataset.from_generator(
-        iter, gen_kwargs={"object": ROWS}, cache_dir="out"
-    ),
+    "datasets' cache of Arrow": lambda: datasets.Dataset.from_generator(each_row, cache_dir="out"),
     "Parquet dataset by pyarrow": lambda: dataset.write_dataset(
         TABLE, "out", format="parquet", partitioning=["id"], partitioning_flavor="hive"
     ),
@@ -126,17 +126,18 @@ FOLDERS = {
         pa.table({"text": pa.array(TEXTS).cast(pa.string_view())}), "out/rows.arrow"
     ),
 }
+
+
+def header(magic: int, version: int) -> bytes:
+    """What llm.c writes before the ids."""
+    return np.array([magic, version, len(IDS), *[0] * 253], np.int32).tobytes()
+
+
 HEADERS = {
     "nanoGPT": ("uint16", b""),
     "Megatron": ("uint16", b""),
-    "llm.c, 20240520": (
-        "uint16",
-        np.array([20240520, 1, len(IDS), *[0] * 253], np.int32).tobytes(),
-    ),
-    "llm.c, 20240801": (
-        "uint32",
-        np.array([20240801, 7, len(IDS), *[0] * 253], np.int32).tobytes(),
-    ),
+    "llm.c, 20240520": ("uint16", header(20240520, 1)),
+    "llm.c, 20240801": ("uint32", header(20240801, 7)),
     "ids, int64": ("int64", b""),
 }
 QUICK = {
@@ -156,9 +157,8 @@ def members() -> Iterator[Member]:
         for suffix in (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip") if writer in PACKED else ():
             yield Member(f"{writer}: {suffix}", writer)
     yield from (Member(name, "folders", name in QUICK) for name in FOLDERS)
-    yield from (
-        Member(name, "ids", name in QUICK) for name in (*HEADERS, "NumPy", "lists in Parquet")
-    )
+    for name in (*HEADERS, "NumPy", "lists in Parquet"):
+        yield Member(name, "ids", name in QUICK)
     yield Member("litdata's tokens", "ids", True, needs="litdata")
     yield Member("litdata's texts", "streaming formats", needs="litdata")
     yield Member("MDS", "streaming formats", needs="mosaicml-streaming")

@@ -18,7 +18,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +52,6 @@ class Sample(NamedTuple):
 
     tokens: NDArray[np.int32]  # (n,)
     learned: NDArray[np.bool_]  # (n,): tokens that the model has to predict
-    starts: tuple[int, ...] = (0,)  # of the parts, which do not see each other
-
-    def parts(self) -> list[Sample]:
-        edges = self.starts[1:]
-        pieces = zip(np.split(self.tokens, edges), np.split(self.learned, edges), strict=True)
-        return [Sample(*piece) for piece in pieces]
 
 
 class Chat(NamedTuple):
@@ -73,20 +67,16 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
     Raises ValueError for a row without any of it, with the columns that it has.
     """
     got = {name: value for name, value in row.items() if value not in (None, "", [])}
-    tools = [_plain(tool) for tool in _plain(got.get("tools")) or ()] or None
+    tools = [*map(_decoded, _decoded(got.get("tools")) or ())] or None
     if "messages" in got:
-        return Chat(_messages(got["messages"], "messages", "role", "content"), tools)
+        return Chat(_messages(got, "messages"), tools)
     if "conversations" in got:
-        turns = [_plain(turn) for turn in _plain(got["conversations"])]
-        first = turns[0] if isinstance(turns, list) and isinstance(turns[0], Mapping) else {}
-        keys = ("role", "content") if "role" in first else ("from", "value")
-        return Chat([*_system(got), *_messages(turns, "conversations", *keys)], tools)
+        return Chat([*_system(got), *_messages(got, "conversations")], tools)
     if "prompt" in got and "completion" in got:
         prompt, completion = got["prompt"], got["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, completion
-        parts = ((prompt, "prompt"), (completion, "completion"))
-        return Chat([one for part in parts for one in _messages(*part, "role", "content")], tools)
+        return Chat([*_messages(got, "prompt"), *_messages(got, "completion")], tools)
     answer = next((name for name in ("output", "response") if name in got), None)
     if "instruction" in got and answer:
         asked = str(got["instruction"])
@@ -107,25 +97,26 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": str(row["system"])}] if "system" in row else []
 
 
-def _messages(turns: Any, column: str, role: str, content: str) -> list[Message]:
-    turns = _plain(turns)
+def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
+    turns = _decoded(row[column])
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{column} is no list of messages")
     found = list[Message]()
-    for number, turn in enumerate(map(_plain, turns), 1):
+    for number, turn in enumerate(map(_decoded, turns), 1):
+        where = f"message {number} of {column}"
+        sharegpt = isinstance(turn, Mapping) and "role" not in turn and "from" in turn
+        role, content = ("from", "value") if sharegpt else ("role", "content")
         if not isinstance(turn, Mapping) or not isinstance(turn.get(role), str):
-            raise ValueError(f"message {number} of {column} has no {role}")
+            raise ValueError(f"{where} has no {role}")
         name = turn[role].lower()
         if name not in _ROLE_OF:
             known = ", ".join(sorted(_ROLE_OF))
-            raise ValueError(
-                f"message {number} of {column} has the {role} {name!r}, which is none of {known}"
-            )
+            raise ValueError(f"{where} has the {role} {name!r}, which is none of {known}")
         rest = {key: value for key, value in turn.items() if key not in (role, content)}
-        if calls := _plain(rest.pop("tool_calls", None)):
-            rest["tool_calls"] = [_call(_plain(call)) for call in calls]
-        text = _text(turn.get(content), f"message {number} of {column}")
-        found.append({**rest, "role": _ROLE_OF[name], "content": text})
+        rest = {key: value for key, value in rest.items() if value is not None}
+        if calls := _decoded(rest.pop("tool_calls", None)):
+            rest["tool_calls"] = [_call(_decoded(call)) for call in calls]
+        found.append({**rest, "role": _ROLE_OF[name], "content": _text(turn.get(content), where)})
     return found
 
 
@@ -134,56 +125,45 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    kinds = [
-        part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in parts
-    ]
-    if other := next((kind for kind in kinds if kind != "text"), None):
-        raise ValueError(f"{where} has content of the type {other}, and only text is learned")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"{where} has content of the type {kind}, and only text is learned")
     return "".join(part.get("text") or "" for part in parts)
 
 
 def _call(call: Any) -> Any:
     """A call of a tool, whose arguments may be JSON text, as OpenAI writes them."""
-    one = call.get("function", call)
-    if not isinstance(one.get("arguments", {}), Mapping):
-        one = {**one, "arguments": _plain(one["arguments"])}
-    return {**call, "function": one} if "function" in call else one
+    function = dict(call.get("function", call))
+    if "arguments" in function:
+        function["arguments"] = _decoded(function["arguments"])
+    return {**call, "function": function} if "function" in call else function
 
 
-def _plain(value: Any) -> Any:
-    """A value without the keys that are null (Arrow gives all objects of a column the same keys),
-    and decoded if it is the JSON text of an object or a list."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        value = json.loads(value)
-    return _without_null(value)
+def _decoded(value: Any) -> Any:
+    """What the JSON text of an object or a list stands for; other values as they are."""
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
+    return json.loads(value) if is_json else value
 
 
-def _without_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_null(one) for key, one in value.items() if one is not None}
-    return [*map(_without_null, value)] if isinstance(value, list) else value
-
-
-def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> Sample:
-    """The tokens of what a row holds, and which of them are learned.
+def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sample]:
+    """The tokens of what a row holds, and which of them are learned; of a chat in the parts of
+    `Tokenizer.encode_chat`.
 
     Raises ValueError for what has no answer, or that the chat template refuses.
     """
-    starts: tuple[int, ...] = (0,)
     if isinstance(found, Chat):
-        if not any(one["role"] == "assistant" for one in found.messages):
+        if not any(message["role"] == "assistant" for message in found.messages):
             raise ValueError("it has no message of an assistant, so nothing to learn")
         parts = tokenizer.encode_chat(found.messages, found.tools)
-        tokens, learned = (list(chain.from_iterable(side)) for side in zip(*parts, strict=True))
-        starts = tuple(accumulate((len(part[0]) for part in parts[:-1]), initial=0))
     else:
-        texts = [found] if isinstance(found, str) else list(found)
-        parts = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
+        texts = [found] if isinstance(found, str) else found
+        ids = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
         end = [] if tokenizer.end is None else [tokenizer.end]
-        tokens = [*tokenizer.begin, *(int(token) for part in parts for token in part), *end]
-        learned = [False] * (len(tokenizer.begin) + len(parts[0]) if len(parts) > 1 else 0)
-        learned += [True] * (len(tokens) - len(learned))
-    return Sample(np.array(tokens, np.int32), np.array(learned, np.bool_), starts)
+        tokens = [*tokenizer.begin, *np.concatenate(ids).tolist(), *end]
+        asked = len(tokenizer.begin) + len(ids[0]) if len(ids) > 1 else 0
+        parts = [(tokens, [place >= asked for place in range(len(tokens))])]
+    return [Sample(np.array(ids, np.int32), np.array(marks, np.bool_)) for ids, marks in parts]
 
 
 def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
@@ -202,41 +182,38 @@ def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
     remedy = "mend that row, or leave it out"
     odd = OddRows(remedy)
     for file in files or files_of(settings):
-        format = kind if files else kind_of(file, settings)
         with as_data_error(f"{key}: {file}", remedy), file.open("rb") as handle:
-            for number, row in enumerate(records(handle, str(file), format), 1):
+            for number, row in enumerate(records(handle, str(file), kind_of(file, kind)), 1):
                 odd.rows += 1
                 try:
                     if isinstance(row, ValueError):
                         raise row
                     found = parse(row, settings.field)
-                    parts = encode(found, tokenizer).parts()
+                    samples = encode(found, tokenizer)
                 except ValueError as error:
                     text = str(error) if error is row else f"row {number}: {error}"
                     odd.add(ValueError(text), f"{key}: {file}")
                     continue
                 content = found if isinstance(found, str) else json.dumps(found, default=str)
                 encoded = content.encode("utf-8", errors="replace")
-                sides[is_held_out(encoded, settings.holdout, settings.source)].extend(parts)
+                sides[is_held_out(encoded, settings.holdout, settings.source)].extend(samples)
                 documents, num_bytes = documents + 1, num_bytes + len(encoded)
     odd.check()
     odd.log()
-    _check_learned(sides, settings.sequence_length)
-    training, held_out = (pack(side, settings.sequence_length) for side in sides)
+    length = settings.sequence_length
+    learned = [_is_learned(sample, length) for sample in chain(*sides)]
+    if not all(learned):
+        line = (
+            f"of {learned.count(False)} of {len(learned)} conversations nothing is learned, which"
+            f" are left out: the answer is behind the first data.sequence_length={length} tokens,"
+            " or the template marks none"
+        )
+        if not any(learned):
+            raise DataError(f"data.format: {line}; raise the one, or mend the other")
+        logger.warning(line)
+    training, held_out = (pack(side, length) for side in sides)
     digest = blake3(training.tobytes()).hexdigest()
     return TokenList(training, held_out, documents, num_bytes, digest)
-
-
-def _check_learned(sides: Iterable[Sequence[Sample]], length: int) -> None:
-    """Say how much is left out, since nothing of it is learned; raises DataError if that is all."""
-    learned = [_is_learned(sample, length) for side in sides for sample in side]
-    if missing := learned.count(False):
-        what = "of %d of %d conversations nothing is learned, which are left out: the answer is"
-        why = f"{what} behind the first data.sequence_length=%d tokens, or the template marks none"
-        if not any(learned):
-            line = why % (missing, len(learned), length)
-            raise DataError(f"data.format: {line}; raise the one, or mend the other")
-        logger.warning(why, missing, len(learned), length)
 
 
 def _is_learned(sample: Sample, length: int) -> bool:

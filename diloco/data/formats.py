@@ -24,7 +24,6 @@ import lzma
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
@@ -57,14 +56,15 @@ _CONTENT = re.compile(
 
 
 class OddRows:
-    """Counts the rows that cannot be used, and says which was the first one.
+    """Counts the rows that cannot be used, and says which was the first one: with `live` while it
+    counts, the 1st, the 10th, the 100th, ...
 
     Raises DataError, which names it, where they are half of all rows or more.
     """
 
-    def __init__(self, remedy: str) -> None:
+    def __init__(self, remedy: str, live: bool = False) -> None:
         self.count = self.rows = 0
-        self._first, self._remedy = "", remedy
+        self._first, self._remedy, self._live = "", remedy, live
 
     def add(self, error: Exception, path: str) -> None:
         self.count += 1
@@ -73,6 +73,8 @@ class OddRows:
             self._first = str(error) if is_line else f"{path}: {error}; {self._remedy}"
         if self.count >= _ODD_AT_ONCE:
             self.check()
+        if self._live and str(self.count).strip("0") == "1":
+            self.log()
 
     def check(self) -> None:
         """Raise where they are too many; to be called at the end, too."""
@@ -85,7 +87,7 @@ class OddRows:
             logger.warning(line, self.count, self.rows, self._first)
 
 
-_Text = bytes | ValueError | DataError  # of a row, or why it cannot be used
+_Row = dict[str, Any] | ValueError  # or why it is none
 
 
 def read_rows(
@@ -93,34 +95,30 @@ def read_rows(
 ) -> Iterator[bytes]:
     """The texts of the rows of one file, from row `start` on; `path` is its name in errors. Without
     `odd` a row that cannot be used is an error."""
-    if _is_plain_parquet(handle, format):
-        rows = _parquet(handle, path, field, start)
-    else:
-        contents = _contents(handle, path, format)
-        all_rows = (_READERS[format](content, path, field) for content in contents)
-        rows = islice(chain.from_iterable(all_rows), start, None)
-    for row in rows:
+    for number, row in enumerate(records(handle, path, format, field, start), start + 1):
         if odd is not None:
             odd.rows += 1
-        if isinstance(row, bytes):
-            yield row
-        elif odd is None:
-            raise row
-        else:
-            odd.add(row, path)
-            yield b""
+        try:
+            text = _text_of(row, field, f"row {number} of {path}")
+        except (ValueError, DataError) as error:
+            if odd is None:
+                raise
+            odd.add(error, path)
+            text = b""
+        yield text
 
 
-def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any] | ValueError]:
-    """The rows of a file, but of plain text, with all their columns, or why there is none; errors
-    as of `read_rows`."""
-    plain = _is_plain_parquet(handle, format)
-    contents = [handle] if plain else _contents(handle, path, format)
-    read = _RECORDS.get(format, partial(_json_rows, numbers=True))
-    for number, row in enumerate(chain.from_iterable(map(read, contents)), 1):
-        if not isinstance(row, dict | ValueError):
-            row = ValueError(f"row {number} is no object")
-        yield row
+def records(
+    handle: BinaryIO, path: str, format: str, field: str | None = None, start: int = 0
+) -> Iterator[_Row]:
+    """The rows of one file, from row `start` on, or why there is none; with a `field`, at least
+    that of their columns."""
+    if _is_plain_parquet(handle, format):
+        yield from _parquet(handle, path, field, start)
+    else:
+        contents = _contents(handle, path, format)
+        rows = (_READERS[format](content, path, field) for content in contents)
+        yield from islice(chain.from_iterable(rows), start, None)
 
 
 def _is_plain_parquet(handle: BinaryIO, format: str) -> bool:
@@ -188,39 +186,48 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     return fitting
 
 
-def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
+def _text_of(row: _Row, field: str, where: str) -> bytes:
+    if isinstance(row, ValueError):
+        raise row
+    value = row.get(field)
+    if isinstance(value, bytes):
+        value.decode()  # an error of it says that it is no UTF-8
+        return value
+    if not isinstance(value, str | None):
+        names = [name for name, other in row.items() if isinstance(other, str)]
+        raise _holds_no_text(where, field, type(value).__name__, names)
+    # half of a surrogate pair is possible in JSON
+    return (value or "").encode("utf-8", errors="replace")
+
+
+def _text(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     for number, piece in enumerate(pieces(content)):
         try:
             if "\0" in piece.decode("utf-8") and number == 0:  # it is UTF-16
                 raise ValueError
         except ValueError:
             raise ValueError("it is not UTF-8 text") from None
-        yield piece
+        yield {str(field): piece}
 
 
-def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
-    fields: set[str] | None = set()  # of the rows so far, while none has the field
-    for number, row in enumerate(_json_rows(content), 1):
-        row = {"text": row} if isinstance(row, str) else row  # a list of strings
-        if not isinstance(row, dict):
-            yield row if isinstance(row, ValueError) else ValueError(f"row {number} is no object")
-            continue
-        if fields is not None:
+def _json(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
+    # of the rows so far, while none has the field
+    fields: set[str] | None = None if field is None else set()
+    for number, row in enumerate(_json_rows(content, field is None), 1):
+        if isinstance(row, str):  # a list of strings
+            row = {"text": row}
+        if not isinstance(row, dict | ValueError):
+            row = ValueError(f"row {number} is no object")
+        if fields is not None and isinstance(row, dict):
             fields = None if field in row else fields | row.keys()
             if fields and number == _ROWS_WITHOUT:
                 break
-        value = row.get(field)
-        if not isinstance(value, str | None):
-            names = [name for name, other in row.items() if isinstance(other, str)]
-            yield _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
-            continue
-        # half of a surrogate pair is possible in JSON
-        yield (value or "").encode("utf-8", errors="replace")
+        yield row
     if fields:
-        raise NoFieldError(path, field, fields)
+        raise NoFieldError(path, str(field), fields)
 
 
-def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
+def _json_rows(content: Any, numbers: bool) -> Iterator[object]:
     """The rows of JSON lines, and errors in place of those that are none; or else those of the one
     list or object over several lines."""
     # Numbers that nobody looks at may have more digits than Python converts.
@@ -256,45 +263,33 @@ def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
     yield from rows if isinstance(rows, list) else [rows]
 
 
-def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
+def _csv(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     tabs = path.lower().removesuffix(".zip").rpartition("/")[2].partition(".tsv")[1]
     csv.field_size_limit(_LONGEST)
     with io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="") as lines:
         rows = csv.DictReader(lines, delimiter="\t" if tabs else ",")
-        if rows.fieldnames and field not in rows.fieldnames:
+        if field is not None and rows.fieldnames and field not in rows.fieldnames:
             raise NoFieldError(path, field, rows.fieldnames)
         for number in count(1):
+            row: _Row | None
             try:
                 row = next(rows, None)
-                if row is None:
-                    return
-                yield (row[field] or "").encode()
+                for value in (row or {}).values():
+                    str(value).encode()
             except (csv.Error, UnicodeEncodeError) as error:
-                yield ValueError(f"row {number} is no CSV of UTF-8 ({error})")
+                row = ValueError(f"row {number} is no CSV of UTF-8 ({error})")
+            if row is None:
+                return
+            yield row
 
 
-def _csv_records(content: io.BufferedReader) -> Iterator[dict[str, Any]]:
-    with io.TextIOWrapper(content, "utf-8", newline="") as lines:
-        yield from csv.DictReader(lines)
-
-
-def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[_Text]:
-    schema, batches = _arrow_batches(content)
-    yield from _columns(batches, schema, path, field)
-
-
-def _arrow_records(content: io.BufferedReader) -> Iterator[object]:
-    for batch in _arrow_batches(content)[1]:
-        yield from batch.to_pylist()
-
-
-def _arrow_batches(content: io.BufferedReader) -> tuple[Any, Any]:
+def _arrow(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     import pyarrow as module
 
     is_file = content.peek(6).startswith(b"ARROW1")
     reader = (module.ipc.open_file if is_file else module.ipc.open_stream)(content)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-    return reader.schema, batches
+    yield from _table_rows(batches, reader.schema, path, field)
 
 
 def _parquet_file(handle: Any) -> Any:
@@ -313,28 +308,27 @@ def parquet_columns(handle: Any, field: str) -> Iterator[Any]:
         yield from batch.column(0)
 
 
-def _parquet_records(handle: Any) -> Iterator[object]:
-    for batch in _parquet_file(handle).iter_batches(_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
-
-
-def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[_Text]:
+def _parquet(handle: Any, path: str, field: str | None, start: int = 0) -> Iterator[_Row]:
     file = _parquet_file(handle)
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
         start -= rows
         del groups[0]
-    batches = file.iter_batches(_ROWS_AT_ONCE, groups, [field])
-    yield from islice(_columns(batches, file.schema_arrow, path, field), start, None)
+    batches = file.iter_batches(_ROWS_AT_ONCE, groups, None if field is None else [field])
+    yield from islice(_table_rows(batches, file.schema_arrow, path, field), start, None)
 
 
-def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[_Text]:
+def _table_rows(batches: Any, schema: Any, path: str, field: str | None) -> Iterator[_Row]:
     import pyarrow as module
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if module.types.is_dictionary(kind) else kind
         return str(kind).removeprefix("large_").removesuffix("_view") in ("string", "binary")
 
+    if field is None:
+        for batch in batches:
+            yield from map(_without_null, batch.to_pylist())
+        return
     if field not in schema.names:
         raise NoFieldError(path, field, schema.names)
     kind = schema.types[schema.names.index(field)]
@@ -346,12 +340,14 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[_Text
         if module.types.is_dictionary(kind):
             column = column.dictionary_decode()
         for value in column.cast(module.large_binary()).to_pylist():
-            try:
-                (value or b"").decode()
-            except UnicodeDecodeError as error:
-                yield ValueError(f"a row is no UTF-8 text ({error})")
-            else:
-                yield value or b""
+            yield {field: value}
+
+
+def _without_null(value: Any) -> Any:
+    """Without the keys that are null: Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [*map(_without_null, value)] if isinstance(value, list) else value
 
 
 class NoFieldError(DataError):
@@ -363,16 +359,13 @@ class NoFieldError(DataError):
         super().__init__(f"data.field: {text}; take one, or leave the file out")
 
 
-def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:
+def _holds_no_text(where: str, field: str, kind: str, names: list[str]) -> DataError:
     fields = ", ".join(sorted(names)[:20]) or "none"
     return DataError(
-        f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}"
+        f"data.field: {field!r} holds {kind}, not text, in {where}; fields with text: {fields}"
     )
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[_Text]]] = dict(
+_READERS: dict[str, Callable[[io.BufferedReader, str, str | None], Iterator[_Row]]] = dict(
     arrow=_arrow, csv=_csv, json=_json, parquet=_parquet, text=_text
-)
-_RECORDS: dict[str, Callable[[Any], Iterator[object]]] = dict(
-    arrow=_arrow_records, csv=_csv_records, parquet=_parquet_records
 )

@@ -75,7 +75,7 @@ class HubFiles:
         # 0: how many sequences there are is not known
         self.digest = f"{digest}-0x{self.sequence_length}"
         # once there is some, neither a file without the column nor one that is damaged ends the run
-        self._has_text, self._odd = False, OddRows("mend that row, or choose other data")
+        self._has_text, self._odd = False, OddRows("mend that row, or choose other data", live=True)
         some = list(islice(filter(None, self._all_rows()), 100))
         self._odd.check()
         if not some:
@@ -117,25 +117,18 @@ class HubFiles:
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The rows of a file, from one on, and None at its end."""
-        path, row, odd = self.files[file], start, self._odd.count
+        path, row = self.files[file], start
         try:
             for text in read_rows(handle, path, self.format, self.settings.field, start, self._odd):
                 self._has_text |= text != b""
-                if self._odd.count > odd:
-                    odd = self._odd.count
-                    if str(odd).strip("0") == "1":  # the 1st, the 10th, the 100th, ...
-                        self._odd.log()
                 yield text
                 row += 1
         except (NoFieldError, ValueError, OSError) as error:
-            is_content = not isinstance(error, OSError) or (
-                error.errno is None and self.open is open
-            )
-            if not self._has_text or not is_content:
+            of_machine = isinstance(error, OSError) and (error.errno or self.open is not open)
+            if not self._has_text or of_machine:
                 raise
-            logger.warning(
-                "%s: from row %d on its rows are left out: %s", path, row + 1, one_line(error)
-            )
+            line = "%s: from row %d on its rows are left out: %s"
+            logger.warning(line, path, row + 1, one_line(error))
             if self.format == "parquet":  # whose length others have from the file itself
                 yield from repeat(b"", num_rows(handle) - row)
         yield None

@@ -15,14 +15,7 @@ from typing import ClassVar
 
 from diloco.config import DataConfig
 from diloco.config.registry import DATA_SOURCES
-from diloco.data.formats import (
-    SUFFIXES,
-    OddRows,
-    format_of,
-    is_hidden,
-    log_left_out,
-    read_rows,
-)
+from diloco.data.formats import SUFFIXES, OddRows, format_of, is_hidden, log_left_out, read_rows
 from diloco.errors import DataError, DilocoError
 from diloco.text import counted
 
@@ -66,11 +59,12 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
             found = DATA_SOURCES[settings.source].documents(settings)
             yield from (text.encode() for text in found if text)
         return
-    empty, field, odd = 0, settings.field, OddRows("mend that row, or leave it out")
-    remedy = f"make it readable as {settings.source}, or leave it out"
+    kind, empty, odd = settings.source, 0, OddRows("mend that row, or leave it out")
+    remedy = f"make it readable as {kind}, or leave it out"
     for file in files:
         with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
-            for text in read_rows(handle, str(file), kind_of(file, settings), field, 0, odd):
+            format = kind_of(file, kind)
+            for text in read_rows(handle, str(file), format, settings.field, odd=odd):
                 empty += not text
                 if text:
                     yield text
@@ -79,7 +73,7 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
     if empty := empty - odd.count:
         where = ", ".join(settings.path or ())
         line = "%d of %d rows of %s have no %r, and are left out"
-        logger.warning(line, empty, odd.rows, where, field)
+        logger.warning(line, empty, odd.rows, where, settings.field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
@@ -106,13 +100,14 @@ def files_of(settings: DataConfig) -> list[Path]:
             inside = files_below(path)
             fitting = [file for file in inside if _fits(file, settings.source)]
             if not fitting and settings.source in ROW_SOURCES:
-                fitting = _others(inside)
+                others = [file for file in inside if _fits(file, kind_of(file, "json"))]
+                fitting = others if len({format_of(file.name) for file in others}) == 1 else []
             if not fitting:
                 is_text = settings.source == "text"
                 kinds = "UTF-8" if is_text else ", ".join(_KINDS[settings.source])
-                others = f", but {counted(len(inside), 'other')} such as {inside[0]}"
+                beside = f", but {counted(len(inside), 'other')} such as {inside[0]}"
                 raise DataError(
-                    f"data.path: {given} has no {kinds} files in it{others if inside else ''}; give"
+                    f"data.path: {given} has no {kinds} files in it{beside if inside else ''}; give"
                     " a file or a directory with some"
                 )
             found += fitting
@@ -121,19 +116,10 @@ def files_of(settings: DataConfig) -> list[Path]:
     return found
 
 
-def kind_of(file: Path, settings: DataConfig) -> str:
-    """The format of a file: with fields, its suffix names it."""
-    named = format_of(file.name) if settings.source in ROW_SOURCES else None
-    return settings.source if named in (None, "text") else str(named)
-
-
-def _others(files: Sequence[Path]) -> list[Path]:
-    """Files with fields of another format than `data.source`, if they are all of one."""
-    kinds = {format_of(file.name) for file in files if _is_data(file)} - {None, "text"}
-    if len(kinds) != 1:
-        return []
-    [kind] = kinds
-    return [file for file in files if _fits(file, str(kind))]
+def kind_of(file: Path, source: str) -> str:
+    """The format of a file: where it has rows with fields, its suffix names it."""
+    named = format_of(file.name) if source in ROW_SOURCES else None
+    return source if named in (None, "text") else str(named)
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -164,7 +150,7 @@ def _fits(file: Path, source: str) -> bool:
     if source == "tokens":
         return file.suffix.lower() in _KINDS[source]
     if source != "text":
-        return format_of(file.name) == source and _is_data(file)
+        return format_of(file.name) == source and file.name not in _ABOUT_DATA
     remedy = "make it readable, or leave it out"
     with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
         try:
@@ -173,10 +159,6 @@ def _fits(file: Path, source: str) -> bool:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             return False
-
-
-def _is_data(file: Path) -> bool:
-    return file.name not in _ABOUT_DATA
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._eos = tokenizer.eos_token or "\0"  # with which only the last answer may end
 
     def question(self, text: str) -> str:
         """The text up to the answer to a user; raises whatever the template does."""
@@ -74,12 +75,13 @@ class ChatTemplate:
         for number, answer in reversed(list(enumerate(messages))):
             if answer["role"] != "assistant":
                 continue
-            after = render(messages[: number + 1])
-            earlier = render(messages[:number]) if number else ""
-            before = render(messages[:number], add_generation_prompt=True) if number else ""
+            after, (earlier, before) = render(messages[: number + 1]), ("", "")
+            if number:
+                earlier = render(messages[:number])
+                before = render(messages[:number], add_generation_prompt=True)
             begin = _num_shared(before, after)
             if begin < len(before):  # an answer may go on otherwise than the prompt for one, ...
-                if not before[:begin].startswith(earlier):
+                if begin < len(earlier):
                     raise ValueError(
                         "the chat template writes messages anew once there is an answer"
                     )
@@ -92,8 +94,8 @@ class ChatTemplate:
             if self._ends_none:
                 after += self._next_begins(answer, messages[number + 1 : number + 2], render)
             text, short = found[-1][0] if found else "", after.removesuffix(self._eos)
-            if not text.startswith(after) and not short.endswith(answer["content"]):
-                after = short if text.startswith(short) else after  # only the last one has it
+            if text.startswith(short) and not short.endswith(answer["content"]):
+                after = after if text.startswith(after) else short  # only the last one has it
             if not text.startswith(after):
                 found.append((after, []))
             found[-1][1].append((begin, len(after)))
@@ -114,18 +116,12 @@ class ChatTemplate:
     @functools.cached_property
     def _head(self) -> str:
         """What the template writes before an answer to a user."""
-        asked = [_said("user")]
-        whole = self._render(asked, add_generation_prompt=True)
-        return whole.removeprefix(self._render(asked)) if _PROBE in whole else ""
+        whole = self.question(_PROBE)
+        return whole.removeprefix(self._render([_said("user")])) if _PROBE in whole else ""
 
     @functools.cached_property
     def _ends_none(self) -> bool:
         return self._render([_said("user"), _said("assistant")]).endswith(_PROBE)
-
-    @functools.cached_property
-    def _eos(self) -> str:
-        """What the last answer may end with, and no earlier one."""
-        return self._tokenizer.eos_token or "\0"
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
         if self._takes_parts:
@@ -166,14 +162,11 @@ def _with_parts(message: Message) -> Message:
 
 def _with_texts(message: Message) -> Message:
     """The arguments of calls as JSON text."""
-    if not (calls := message.get("tool_calls")):
-        return message
-    texts = [
-        {**call, "function": {**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)}}
-        for call in calls
-        if (one := call["function"])
-    ]
-    return {**message, "tool_calls": texts}
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": text}})
+    return message | {"tool_calls": calls} if calls else message
 
 
 def _sentinel(mark: re.Match[str]) -> str:

@@ -297,20 +297,16 @@ def _as_written(loaded: Any, place: Path) -> Any:
     transformers makes another one out of its vocabulary."""
     if not (file := place / "tokenizer.json").is_file():
         return loaded
-    from tokenizers import Tokenizer as Pipeline
-
-    def parts(pipeline: Any) -> list[Any]:
-        found = json.loads(pipeline.to_str())
-        return [found[name] for name in ("normalizer", "pre_tokenizer", "model")]
-
-    written = Pipeline.from_file(str(file))
-    if parts(written) == parts(loaded.backend_tokenizer):
-        return loaded
-    known = written.get_vocab()
-    special = {name: text for name, text in loaded.special_tokens_map.items() if text in known}
+    import tokenizers
     import transformers
 
-    library: Any = transformers
+    written = tokenizers.Tokenizer.from_file(str(file))
+    texts, made = (json.loads(each.to_str()) for each in (written, loaded.backend_tokenizer))
+    if all(texts[part] == made[part] for part in ("normalizer", "pre_tokenizer", "model")):
+        return loaded
+    known, names = written.get_vocab(), loaded.special_tokens_map
+    special = {name: token for name, token in names.items() if token in known}
+    library: Any = transformers  # its functions have no annotations
     return library.PreTrainedTokenizerFast.from_pretrained(str(place), **special)
 
 

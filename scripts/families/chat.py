@@ -194,8 +194,8 @@ def runs(tokens: list[int], marks: list[Any], fast: Any) -> list[str]:
 
 
 def learned(row: dict[str, Any], product: HubTokenizer, fast: Any) -> list[str]:
-    sample = encode(parse(row, "text"), product)
-    parts = ((part.tokens.tolist(), part.learned.tolist()) for part in sample.parts())
+    samples = encode(parse(row, "text"), product)
+    parts = ((part.tokens.tolist(), part.learned.tolist()) for part in samples)
     return [text for part in parts for text in runs(*part, fast)]
 
 

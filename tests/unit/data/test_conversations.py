@@ -60,12 +60,12 @@ def test_other_rows_are_texts_or_say_what_they_lack() -> None:
 
 
 def learned(row: dict[str, Any], tokenizer: ByteTokenizer | HubTokenizer) -> str:
-    sample = encode(parse(row, "text"), tokenizer)
+    [sample] = encode(parse(row, "text"), tokenizer)
     return tokenizer.decode(sample.tokens[sample.learned].tolist())
 
 
 def test_only_answers_are_learned_with_the_token_that_ends_them() -> None:
-    sample = encode(Chat(ASKED * 2), ByteTokenizer())
+    [sample] = encode(Chat(ASKED * 2), ByteTokenizer())
     assert bytes(sample.tokens[sample.learned].tolist()) == b"two\n\0two\n\0"
     asked = ByteTokenizer().question("one?").encode()
     assert bytes(sample.tokens.tolist()).startswith(asked + b"two\n")

@@ -55,8 +55,8 @@ def tokenizer_of(template: str, place: Path) -> HubTokenizer:
 
 
 def learned(messages: Any, tokenizer: Tokenizer, **row: Any) -> str:
-    sample = encode(parse({"messages": messages, **row}, "text"), tokenizer)
-    return bytes(sample.tokens[sample.learned].tolist()).decode()
+    samples = encode(parse({"messages": messages, **row}, "text"), tokenizer)
+    return b"".join(bytes(part.tokens[part.learned].tolist()) for part in samples).decode()
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_each_answer_is_learned_with_what_ends_it(template: str, text: str, tmp_
 
 def test_what_was_thought_before_is_learned_where_later_turns_forget_it(tmp_path: Path) -> None:
     thought = {"role": "assistant", "content": "<think>T</think>A."}
-    sample = encode(
+    parts = encode(
         parse({"messages": [ASKED, thought] * 2}, "text"), tokenizer_of(FORGETS, tmp_path)
     )
-    first, second = (bytes(part.tokens.tolist()).decode() for part in sample.parts())
+    first, second = (bytes(part.tokens.tolist()).decode() for part in parts)
     assert first == "[user]Q?<end>[assistant]<think>T</think>A.<end>"
     assert second.startswith("[user]Q?<end>[assistant]A.<end>[user]"), "as the model will see it"
-    assert [int(part.learned.sum()) for part in sample.parts()] == [len(first) - 24] * 2
+    assert [int(part.learned.sum()) for part in parts] == [len(first) - 24] * 2
 
 
 @pytest.mark.parametrize(
@@ -183,5 +183,5 @@ def test_a_template_may_take_arguments_as_texts_only(tmp_path: Path) -> None:
 
 
 def test_tokens_at_the_edge_of_an_answer_count(tmp_path: Path) -> None:
-    sample = encode(parse({"messages": [ASKED, ANSWER]}, "text"), tokenizer_of(MARKED, tmp_path))
+    [sample] = encode(parse({"messages": [ASKED, ANSWER]}, "text"), tokenizer_of(MARKED, tmp_path))
     assert np.flatnonzero(sample.learned).tolist() == [*range(19, 26)]

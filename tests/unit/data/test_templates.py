@@ -173,6 +173,24 @@ def test_calls_of_tools_have_the_arguments_that_were_given(kind: str, tmp_path: 
     assert [json.loads(text.removesuffix("<end>")) for text in found] == expected
 
 
+def test_nulls_are_arguments_in_json_and_no_value_in_arrow(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(CALLS, tmp_path / "tokenizer")
+    given = {"city": None, "near": [{"zip": None}]}
+    rows = [*calls(given), *calls(json.dumps(given))]
+    lines = tmp_path / "calls.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = tmp_path / "calls.parquet"
+    parquet.write_table(pa.Table.from_pylist(calls(given, {"city": "Oslo"})), table)
+    for file, kind, expected in [
+        (lines, "json", [given, given]),
+        (table, "parquet", [{"near": [{}]}, {"city": "Oslo"}]),
+    ]:
+        with file.open("rb") as handle:
+            found = [learned(row["messages"], tokenizer) for row in records(handle, "", kind)]  # type: ignore[index]
+        texts = [json.loads(text.removesuffix("<end>"))["arguments"] for text in found]
+        assert texts == expected, kind
+
+
 def test_a_template_may_take_arguments_as_texts_only(tmp_path: Path) -> None:
     template = CALLS.replace("c.function | tojson", "c.function.name + c.function.arguments")
     [row] = calls({"city": "Oslo"})

@@ -92,7 +92,7 @@ def test_a_text_begins_as_its_tokenizer_says(tmp_path: Path) -> None:
     from diloco.data.conversations import encode
     from diloco.train.evaluate import prompt_tokens
 
-    place = Path(tokenizer_of(tmp_path, {"a": 3, "b": 5, "<s>": 7}, 2, added={"<s>": 7}))
+    place = Path(tokenizer_of(tmp_path, {"a": 3, "b": 5, "<s>": 7}, 6, added={"<s>": 7}))
     pipeline = json.loads((place / "tokenizer.json").read_text())
     begin, text = (
         {"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -110,12 +110,16 @@ def test_a_text_begins_as_its_tokenizer_says(tmp_path: Path) -> None:
     packer = Packer(1, tokenizer)
     for tokens in tokenizer.encode([b"ab", b"b"]):
         packer.add(tokens)
-    assert packer.take(7).flatten().tolist() == [7, 3, 5, 2, 7, 5, 2]
+    assert packer.take(7).flatten().tolist() == [7, 3, 5, 6, 7, 5, 6]
     model = small_model(vocab_size=256)
     assert prompt_tokens(model, tokenizer, "ab", 1) == [7, 3, 5]
     assert prompt_tokens(model, tokenizer, "<s>ab", 1) == [7, 3, 5], "as a chat template writes it"
-    pair = encode(("a", "b"), tokenizer)
-    assert (pair.tokens.tolist(), pair.learned.tolist()) == ([7, 3, 5, 2], [False] * 2 + [True] * 2)
+    [pair] = encode(("a", "b"), tokenizer)
+    assert (pair.tokens.tolist(), pair.learned.tolist()) == ([7, 3, 5, 6], [False] * 2 + [True] * 2)
+    models.save(model, tmp_path / "model", tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        saved = json.loads((tmp_path / "model" / name).read_text())
+        assert (saved["bos_token_id"], saved["eos_token_id"]) == (7, 6), name
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_5", "gemma"])

@@ -104,9 +104,9 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
     found = list[Message]()
     for number, turn in enumerate(map(_decoded, turns), 1):
         where = f"message {number} of {column}"
-        sharegpt = isinstance(turn, Mapping) and "role" not in turn and "from" in turn
-        role, content = ("from", "value") if sharegpt else ("role", "content")
-        if not isinstance(turn, Mapping) or not isinstance(turn.get(role), str):
+        turn = turn if isinstance(turn, Mapping) else {}
+        role, content = ("from", "value") if "from" in turn else ("role", "content")
+        if not isinstance(turn.get(role), str):
             raise ValueError(f"{where} has no {role}")
         name = turn[role].lower()
         if name not in _ROLE_OF:
@@ -198,8 +198,7 @@ def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
                 encoded = content.encode("utf-8", errors="replace")
                 sides[is_held_out(encoded, settings.holdout, settings.source)].extend(samples)
                 documents, num_bytes = documents + 1, num_bytes + len(encoded)
-    odd.check()
-    odd.log()
+    odd.close()
     length = settings.sequence_length
     learned = [_is_learned(sample, length) for sample in chain(*sides)]
     if not all(learned):

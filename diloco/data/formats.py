@@ -56,35 +56,36 @@ _CONTENT = re.compile(
 
 
 class OddRows:
-    """Counts the rows that cannot be used, and says which was the first one: with `live` while it
-    counts, the 1st, the 10th, the 100th, ...
+    """Counts rows, and those that cannot be used; a line of the log names the first of these, with
+    `live` at the 1st, the 10th, the 100th, ..., else by `close`.
 
-    Raises DataError, which names it, where they are half of all rows or more.
+    Raises DataError instead where they are half of all rows or more.
     """
 
+    rows = count = 0
+    _first = ""
+
     def __init__(self, remedy: str, live: bool = False) -> None:
-        self.count = self.rows = 0
-        self._first, self._remedy, self._live = "", remedy, live
+        self._remedy, self._live = remedy, live
 
     def add(self, error: Exception, path: str) -> None:
         self.count += 1
-        if not self._first:
-            is_line = isinstance(error, DataError)
-            self._first = str(error) if is_line else f"{path}: {error}; {self._remedy}"
-        if self.count >= _ODD_AT_ONCE:
-            self.check()
+        is_line = isinstance(error, DataError)
+        self._first = self._first or (str(error) if is_line else f"{path}: {error}; {self._remedy}")
+        if self.count >= _ODD_AT_ONCE and 2 * self.count >= self.rows:
+            raise DataError(self._first)
         if self._live and str(self.count).strip("0") == "1":
-            self.log()
+            self._log()
 
-    def check(self) -> None:
-        """Raise where they are too many; to be called at the end, too."""
+    def close(self) -> None:
         if self.count and 2 * self.count >= self.rows:
             raise DataError(self._first)
+        if self.count and not self._live:
+            self._log()
 
-    def log(self) -> None:
-        if self.count:
-            line = "%d of %d rows cannot be used, and are left out; the first: %s"
-            logger.warning(line, self.count, self.rows, self._first)
+    def _log(self) -> None:
+        line = "%d of %d rows cannot be used, and are left out; the first: %s"
+        logger.warning(line, self.count, self.rows, self._first)
 
 
 _Row = dict[str, Any] | ValueError  # or why it is none
@@ -99,7 +100,7 @@ def read_rows(
         if odd is not None:
             odd.rows += 1
         try:
-            text = _text_of(row, field, f"row {number} of {path}")
+            text = _text_of(row, field, number, path)
         except (ValueError, DataError) as error:
             if odd is None:
                 raise
@@ -113,7 +114,9 @@ def records(
 ) -> Iterator[_Row]:
     """The rows of one file, from row `start` on, or why there is none; with a `field`, at least
     that of their columns."""
-    if _is_plain_parquet(handle, format):
+    head = handle.read(16)
+    handle.seek(0)
+    if format == "parquet" and not _CONTENT.match(head):  # which is read from its end
         yield from _parquet(handle, path, field, start)
     else:
         contents = _contents(handle, path, format)
@@ -121,18 +124,9 @@ def records(
         yield from islice(chain.from_iterable(rows), start, None)
 
 
-def _is_plain_parquet(handle: BinaryIO, format: str) -> bool:
-    """Whether it is read from its end, as Parquet is that nothing is around."""
-    head = handle.read(16)
-    handle.seek(0)
-    return format == "parquet" and not _CONTENT.match(head)
-
-
 def num_rows(handle: Any) -> int:
     """How many rows a Parquet file says that it has."""
-    from pyarrow import parquet
-
-    return int(parquet.ParquetFile(handle).metadata.num_rows)
+    return int(_parquet_file(handle).metadata.num_rows)
 
 
 def format_of(name: str) -> str | None:
@@ -186,16 +180,19 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     return fitting
 
 
-def _text_of(row: _Row, field: str, where: str) -> bytes:
+def _text_of(row: _Row, field: str, number: int, path: str) -> bytes:
     if isinstance(row, ValueError):
         raise row
     value = row.get(field)
     if isinstance(value, bytes):
-        value.decode()  # an error of it says that it is no UTF-8
+        try:
+            value.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"row {number} is no UTF-8 text ({error})") from error
         return value
     if not isinstance(value, str | None):
         names = [name for name, other in row.items() if isinstance(other, str)]
-        raise _holds_no_text(where, field, type(value).__name__, names)
+        raise _holds_no_text(f"row {number} of {path}", field, type(value).__name__, names)
     # half of a surrogate pair is possible in JSON
     return (value or "").encode("utf-8", errors="replace")
 

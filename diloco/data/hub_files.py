@@ -77,7 +77,7 @@ class HubFiles:
         # once there is some, neither a file without the column nor one that is damaged ends the run
         self._has_text, self._odd = False, OddRows("mend that row, or choose other data", live=True)
         some = list(islice(filter(None, self._all_rows()), 100))
-        self._odd.check()
+        self._odd.close()
         if not some:
             raise DataError(
                 f"data.split: {settings.split} of {settings.name} is empty; choose another split"

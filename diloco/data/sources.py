@@ -68,8 +68,7 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
                 empty += not text
                 if text:
                     yield text
-    odd.check()
-    odd.log()
+    odd.close()
     if empty := empty - odd.count:
         where = ", ".join(settings.path or ())
         line = "%d of %d rows of %s have no %r, and are left out"

@@ -234,8 +234,7 @@ class HubStream:
         while len(self._packer) < self._batch_size:
             try:
                 found = next(self._encoded)
-            except Exception as error:
-                # the generator has ended with it, and would only say so from now on
+            except Exception as error:  # with which the generator has ended
                 self._fault = self._fault or error
                 raise self._fault from None
             if found is None:

@@ -26,7 +26,7 @@ Answers = tuple[str, list[tuple[int, int]]]
 """A text, and where the answers are in it, in characters."""
 
 _BEGIN, _END = "\ufdd0\ufdd1"  # which no text has: Unicode keeps them for such use
-_MARK = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
+_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _OPEN_TAG = re.compile(r"(?:[<\[][^<>\[\]\s]*)?$")
 _PROBE = "QUESTIONMARK"  # a text that no template writes by itself
 
@@ -172,5 +172,5 @@ def _with_texts(message: Message) -> Message:
 def _sentinel(mark: re.Match[str]) -> str:
     """The same for white space around it, as a character of the text: transformers counts where its
     own marks are, which is wrong in a macro, `set`, `filter` or `call` block."""
-    character = _END if mark["end"] else _BEGIN
-    return f"{{%{mark['left']} if true %}}{{{{ '{character}' }}}}{{% endif {mark['right']}%}}"
+    left, end, right = mark.groups()
+    return f"{{%{left} if true %}}{{{{ '{_END if end else _BEGIN}' }}}}{{% endif {right}%}}"

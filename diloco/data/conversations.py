@@ -31,7 +31,8 @@ from diloco.data.formats import OddRows, records
 from diloco.data.hub_files import HUB_REMEDY, find_files
 from diloco.data.packing import is_held_out
 from diloco.data.sources import as_data_error, files_of, kind_of
-from diloco.data.tokenizers import Message, Tokenizer
+from diloco.data.templates import Message
+from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import TokenList
 from diloco.errors import DataError
 from diloco.hub import dataset_file

@@ -297,11 +297,11 @@ def _as_written(loaded: Any, place: Path) -> Any:
     transformers makes another one out of its vocabulary."""
     if not (file := place / "tokenizer.json").is_file():
         return loaded
-    import tokenizers
     import transformers
 
-    written = tokenizers.Tokenizer.from_file(str(file))
-    texts, made = (json.loads(each.to_str()) for each in (written, loaded.backend_tokenizer))
+    pipeline = loaded.backend_tokenizer  # of `tokenizers`
+    written = type(pipeline).from_file(str(file))
+    texts, made = (json.loads(each.to_str()) for each in (written, pipeline))
     if all(texts[part] == made[part] for part in ("normalizer", "pre_tokenizer", "model")):
         return loaded
     known, names = written.get_vocab(), loaded.special_tokens_map

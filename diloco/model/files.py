@@ -25,6 +25,8 @@ class Vocabulary(Protocol):
     @property
     def largest(self) -> str: ...
     @property
+    def begin(self) -> list[int]: ...
+    @property
     def end(self) -> int | None: ...
     def save(self, directory: Path) -> None: ...
 
@@ -111,10 +113,10 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         # vocabulary. A checkpoint's own settings may end a text at several tokens.
         end, generation = tokenizer.end, model_any.generation_config
         if not _ends_at(model_any.config, end):
-            _end_at_(model_any.config, end)
+            _end_at_(model_any.config, tokenizer)
         if generation is not None and not _ends_at(generation, end):
             model_any.generation_config = type(generation)()
-            _end_at_(model_any.generation_config, end)
+            _end_at_(model_any.generation_config, tokenizer)
         tokenizer.save(directory)
     try:
         model_any.save_pretrained(directory)
@@ -125,8 +127,9 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         raise
 
 
-def _end_at_(config: Any, end: int | None) -> None:
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = end
+def _end_at_(config: Any, tokenizer: Vocabulary) -> None:
+    config.eos_token_id = config.pad_token_id = tokenizer.end
+    config.bos_token_id = next(iter(tokenizer.begin), tokenizer.end)
 
 
 def _ends_at(config: Any, end: int | None) -> bool:

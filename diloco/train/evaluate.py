@@ -128,7 +128,10 @@ def prompt_tokens(
     `ConfigError`."""
     try:
         encoded = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0]
-        tokens: list[int] = encoded.tolist() or [tokenizer.end or 0]
+        tokens: list[int] = encoded.tolist()
+        if tokens[: len(tokenizer.begin)] != tokenizer.begin:  # as a chat template has written it
+            tokens = [*tokenizer.begin, *tokens]
+        tokens = tokens or [tokenizer.end or 0]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
     config = model.config.get_text_config()

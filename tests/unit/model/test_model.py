@@ -129,7 +129,7 @@ def test_saving_replaces_an_older_model_whole_or_not_at_all(
 ) -> None:
     place, other = tmp_path / "model", models.build(settings(), 1)
     full = OSError(28, "No space left on device")
-    full_disk: Any = SimpleNamespace(end=0, save=Mock(side_effect=full))
+    full_disk: Any = SimpleNamespace(begin=[], end=0, save=Mock(side_effect=full))
     models.save(other, place)
     (place / "stale.txt").write_text("from the older model")
     models.save(small, place)

@@ -42,6 +42,9 @@ def train(options: Options) -> int:
         summary = run(config, show)
     if summary.peers:  # rank 0 speaks for all ranks
         console.print(f"{config.run.dir}: {summary.result()}", highlight=False)
+        if summary.outer_steps:
+            next_ = f"diloco generate {config.run.dir}; diloco export {config.run.dir} OUT"
+            console.print(f"{config.run.dir}: model/, loss.png; {next_}", highlight=False)
     return summary.exit
 
 

@@ -49,8 +49,9 @@ def build(
     """A causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, the frozen
     linear layers of a LoRA's base are as they were saved, mapped from the file: for `shrink_base_`.
 
-    The weights depend only on `seed` and the installed torch. The global RNG state has no influence
-    and stays as it is.
+    The weights depend on `seed`, the installed torch, and the vector instructions of the CPU, with
+    which torch draws other normal numbers: peers take the start of a run from its first one. The
+    global RNG state has no influence and stays as it is.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small
     for tokenizer or sequence length; CheckpointError as `load`.

@@ -90,14 +90,25 @@ def reads_plain_rows() -> bool:
 
 def check_segments(model: nn.Module) -> None:
     """Raises `ConfigError` unless this causal LM keeps the segments of a row apart; costs a forward
-    pass of four tokens, under the caller's autocast."""
+    and a backward pass of eight tokens, under the caller's autocast."""
+    any_model: Any = model
     device = next(model.parameters()).device
-    tokens = torch.tensor([[1, 2, 1, 2]], device=device)
-    positions = torch.tensor([[0, 1, 0, 1]], device=device)
-    with evaluating(model):
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
-    # two equal segments; in one pass rounding is equal, too
-    if not torch.allclose(logits[:, 2:], logits[:, :2], rtol=1e-2, atol=1e-3):
+    tokens = torch.tensor([[1, 2, 3, 4] * 2], device=device)
+    positions = torch.tensor([[0, 1, 2, 3] * 2], device=device)
+    inputs: list[Tensor] = []  # (1, T, D), what the layers get
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1]
+
+    with evaluating(model), torch.enable_grad():
+        with any_model.get_input_embeddings().register_forward_hook(keep):
+            found = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
+        [slope] = torch.autograd.grad(found[:, 4:].square().sum(), inputs[:1])
+    # Exact zeros where masks keep the second segment apart, however small the weights are. Then two
+    # equal segments differ by rounding, unless their positions go on.
+    apart = not slope[:, :4].any() and slope[:, 4:].any()
+    if not (apart and torch.allclose(found[:, 4:], found[:, :4], rtol=1e-2, atol=1e-3)):
         raise ConfigError(
             f"data.format=auto: {type(model).__name__} lets packed conversations see each other;"
             " take a model of another kind, or data.format=text"

@@ -78,24 +78,27 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     seed: int = 0,
 ) -> str:
-    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`.
+    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`;
+    None: 256, or as many as its positions have room for.
 
     Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG
     is left as it was. Raises `ConfigError` if the tokens do not fit the model's positions, or a
     value is out of range.
     """
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
     if not 0 <= temperature < math.inf:
         raise ConfigError(
             f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more"
         )
     model_any: Any = model  # a PreTrainedModel
-    tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens)
+    tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens or 1)
+    if max_new_tokens is None:
+        max_new_tokens = int(min(256, _positions(model) - len(tokens)))
     device = next(model.parameters()).device
     given = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -131,17 +134,22 @@ def prompt_tokens(
         tokens: list[int] = encoded.tolist() or [tokenizer.end or 0]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
-    config = model.config.get_text_config()
-    if max(tokens) >= config.vocab_size:
+    vocabulary, positions = model.config.get_text_config().vocab_size, _positions(model)
+    if max(tokens) >= vocabulary:
         raise ConfigError(
             f"{keys[0]}: the tokenizer makes the id {max(tokens)} of"
             f" {tokenizer.decode([max(tokens)])!r}, and the model's vocabulary has"
-            f" {config.vocab_size}; leave it out, or use the model's own tokenizer"
+            f" {vocabulary}; leave it out, or use the model's own tokenizer"
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and len(tokens) + more > positions:
+    if len(tokens) + more > positions:
         raise ConfigError(
             f"{keys[1]}: {more} and {len(tokens)} tokens of prompt exceed the model's {positions}"
             f" positions; expected at most {max(positions - len(tokens), 0)}, or shorten the prompt"
         )
     return tokens
+
+
+def _positions(model: Any) -> float:
+    """How many tokens a model can see; infinity where nothing says so."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) else math.inf

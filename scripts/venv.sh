@@ -2,6 +2,7 @@
 #
 #   install_diloco ''        what a run needs
 #   install_diloco '[test]'  and what the tests need, with every library that diloco works with
+#   install_diloco '[test,conformance]'  and what all of scripts/works_with needs
 #
 # PYTHON names the interpreter for a new .venv (default: the first suitable one found). TORCH_INDEX_URL names an index for
 # torch alone, such as one with CPU builds. Nothing is done when .venv holds exactly what pyproject.toml and
@@ -73,6 +74,7 @@ install_diloco() {
   stamp=$(wanted)
   stamps=("$VENV/installed$extras")
   [[ -n $extras ]] || stamps+=("$VENV/installed[test]")
+  [[ $extras != '[test]' ]] || stamps+=("$VENV/installed[test,conformance]")
   if grep --quiet --no-messages "$stamp" "${stamps[@]}"; then
     return
   fi
@@ -97,7 +99,7 @@ play_stages() {
     exit
   fi
   cd "$ROOT"
-  install_diloco '[test]'
+  install_diloco "${EXTRAS:-[test]}"
   export PATH=$VENV/bin:$PATH INSTALL_S=$SECONDS
   exec "$VENV/bin/python" scripts/stages "$(basename "$0")" "$@"
 }

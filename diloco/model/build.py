@@ -27,7 +27,7 @@ from diloco.config.model_data import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.adapter import add_adapter_, widen_
-from diloco.model.cross_entropy import prepare_head_
+from diloco.model.cross_entropy import check_causal, prepare_head_
 from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
@@ -67,6 +67,7 @@ def build(
         model: nn.Module = loaded.train() if narrow else loaded.float().train()
         prepare_head_(model)
         add_adapter_(model, settings, seed)
+        _check(model, settings)
         widen_(model)
         return model
     if settings.adapter != "none" and settings.weights is not None:
@@ -87,7 +88,19 @@ def build(
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
     add_adapter_(built, settings, seed)
+    _check(built, settings)
     return built.train()
+
+
+def _check(model: nn.Module, settings: ModelConfig) -> None:
+    """Raises ConfigError as `check_causal`, and for an adapter with which no forward pass works."""
+    try:
+        check_causal(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # a layer that is no plain linear one, as a router may be
+        what = f"model.adapter_targets={','.join(settings.adapter_targets)}: {one_line(error)}"
+        raise ConfigError(f"{what}; name other layers of the model") from error
 
 
 def has_files(settings: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from diloco.errors import ConfigError
 
+IDS = [11, 12, 13, 14]  # not those of marks such as padding, which some models never look at
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which
 # each chunk is added.
@@ -91,28 +92,48 @@ def reads_plain_rows() -> bool:
 def check_segments(model: nn.Module) -> None:
     """Raises `ConfigError` unless this causal LM keeps the segments of a row apart; costs a forward
     and a backward pass of eight tokens, under the caller's autocast."""
-    any_model: Any = model
-    device = next(model.parameters()).device
-    tokens = torch.tensor([[1, 2, 3, 4] * 2], device=device)
-    positions = torch.tensor([[0, 1, 2, 3] * 2], device=device)
-    inputs: list[Tensor] = []  # (1, T, D), what the layers get
-
-    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        inputs.append(output.detach().requires_grad_())
-        return inputs[-1]
-
-    with evaluating(model), torch.enable_grad():
-        with any_model.get_input_embeddings().register_forward_hook(keep):
-            found = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
-        [slope] = torch.autograd.grad(found[:, 4:].square().sum(), inputs[:1])
-    # Exact zeros where masks keep the second segment apart, however small the weights are. Then two
-    # equal segments differ by rounding, unless their positions go on.
-    apart = not slope[:, :4].any() and slope[:, 4:].any()
-    if not (apart and torch.allclose(found[:, 4:], found[:, :4], rtol=1e-2, atol=1e-3)):
+    logits, slope = _reach(model, IDS * 2, slice(4, 8), position_ids=[0, 1, 2, 3] * 2)
+    # Equal segments differ by rounding, unless their positions go on.
+    alike = torch.allclose(logits[:, 4:], logits[:, :4], rtol=1e-2, atol=1e-3)
+    if not alike or slope is None or slope[:4].any():
         raise ConfigError(
             f"data.format=auto: {type(model).__name__} lets packed conversations see each other;"
             " take a model of another kind, or data.format=text"
         )
+
+
+def check_causal(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that sees the tokens that it is to predict, as an encoder
+    does; costs a forward and a backward pass of two tokens."""
+    _, slope = _reach(model, IDS[:2], slice(0, 1))
+    if slope is not None and slope[1:].any():
+        raise ConfigError(
+            f"model.config: {type(model).__name__} sees the tokens that it is to predict; set"
+            " is_decoder=true, in a config.json too, or take a causal language model"
+        )
+
+
+def _reach(
+    model: Any, ids: list[int], of: slice, **given: list[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Logits (1, T, V), and the gradient of those at some positions by each input (T, D), unless
+    this model has none in evaluation. A mask makes exact zeros of it, and small weights do not."""
+    device = next(model.parameters()).device
+    rows = {key: torch.tensor([one], device=device) for key, one in given.items()}
+    inputs: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some write into it
+
+    with evaluating(model), torch.enable_grad():
+        with model.get_input_embeddings().register_forward_hook(keep):
+            tokens = torch.tensor([ids], device=device)
+            logits: Tensor = model(input_ids=tokens, use_cache=False, **rows).logits.float()
+        with suppress(AssertionError, RuntimeError):  # of reversible layers
+            [slope] = torch.autograd.grad(logits[:, of].square().sum(), inputs[:1])
+            return logits.detach(), slope.reshape(len(ids), -1)
+    return logits.detach(), None
 
 
 class ChunkedHead(nn.Linear):

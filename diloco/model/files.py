@@ -137,6 +137,7 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         if generation is not None and not _ends_at(generation, end):
             model_any.generation_config = type(generation)()
             _end_at_(model_any.generation_config, end)
+            model_any.generation_config.pad_token_id = end
         tokenizer.save(directory)
     try:
         if has_adapter(model):
@@ -151,7 +152,8 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
 
 
 def _end_at_(config: Any, end: int | None) -> None:
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = end
+    # not pad_token_id: some models count positions from it
+    config.bos_token_id = config.eos_token_id = end
 
 
 def _ends_at(config: Any, end: int | None) -> bool:

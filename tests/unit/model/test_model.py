@@ -401,3 +401,41 @@ def test_what_a_killed_process_left_beside_a_model_goes(small: nn.Module, tmp_pa
         (folder / "config.json").touch()
     models.save(small, tmp_path / "model")
     assert other.exists() and not left.exists()
+
+
+BERT: dict[str, Any] = {**ONE_LAYER, "hidden_dropout_prob": 0.0}
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path: Path) -> None:
+    """An encoder with a head is one of `AutoModelForCausalLM`, and transformers only warns."""
+    remedy = "sees the tokens that it is to predict; set is_decoder=true"
+    encoder = ModelConfig(name="small", model_type="bert", config=BERT)
+    assert remedy in error_text(ConfigError, models.build, encoder, 0)
+    decoder = encoder.model_copy(update={"config": {**BERT, "is_decoder": True}})
+    models.save(models.build(decoder, 0), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "is_decoder": False}))
+    saved_one = ModelConfig(name="small", path=str(tmp_path / "model"))
+    assert remedy in error_text(ConfigError, models.build, saved_one, 0)
+
+
+def test_a_model_that_counts_positions_from_its_padding_is_saved_as_it_is(tmp_path: Path) -> None:
+    config = {**BERT, "is_decoder": True, "type_vocab_size": 1}
+    model = models.build(ModelConfig(name="small", model_type="roberta", config=config), 0).eval()
+    tokens = ROWS + 5 - (ROWS > 250).long() * 10
+    with torch.no_grad():
+        before: Any = model(input_ids=tokens).logits
+        models.save(model, tmp_path / "model", ByteTokenizer())
+        again: Any = models.load(tmp_path / "model")(input_ids=tokens).logits
+    assert torch.equal(before, again)
+
+
+def test_an_infinity_that_is_the_default_of_a_config_need_not_be_said() -> None:
+    shape = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8}
+    config = {**shape, "head_dim": 8, "state_size": 8, "n_groups": 1}
+    model = models.build(ModelConfig(name="small", model_type="mamba2", config=config), 0)
+    recipe = models.recipe_of(model)
+    json.dumps(recipe, allow_nan=False)
+    del recipe["generation"]
+    again = models.config_of(ModelConfig(name="small", **recipe))
+    assert again.time_step_limit == model.config.time_step_limit

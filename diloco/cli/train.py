@@ -43,8 +43,8 @@ def train(options: Options) -> int:
     if summary.peers:  # rank 0 speaks for all ranks
         console.print(f"{config.run.dir}: {summary.result()}", highlight=False)
         if summary.outer_steps:
-            next_ = f"diloco generate {config.run.dir}; diloco export {config.run.dir} OUT"
-            console.print(f"{config.run.dir}: model/, loss.png; {next_}", highlight=False)
+            after = f"model/, loss.png; diloco generate or export {config.run.dir}"
+            console.print(f"{config.run.dir}: {after}", highlight=False)
     return summary.exit
 
 

@@ -49,9 +49,8 @@ def build(
     """A causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, the frozen
     linear layers of a LoRA's base are as they were saved, mapped from the file: for `shrink_base_`.
 
-    The weights depend on `seed`, the installed torch, and the vector instructions of the CPU, with
-    which torch draws other normal numbers: peers take the start of a run from its first one. The
-    global RNG state has no influence and stays as it is.
+    The weights depend on `seed`, the installed torch, and the CPU's vector instructions: peers take
+    those of the run's first one. The global RNG state has no influence and stays as it is.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small
     for tokenizer or sequence length; CheckpointError as `load`.
@@ -67,7 +66,7 @@ def build(
         model: nn.Module = loaded.train() if narrow else loaded.float().train()
         prepare_head_(model)
         add_adapter_(model, settings, seed)
-        _check(model, settings)
+        check_causal(model)
         widen_(model)
         return model
     if settings.adapter != "none" and settings.weights is not None:
@@ -88,19 +87,8 @@ def build(
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
     add_adapter_(built, settings, seed)
-    _check(built, settings)
+    check_causal(built)
     return built.train()
-
-
-def _check(model: nn.Module, settings: ModelConfig) -> None:
-    """Raises ConfigError as `check_causal`, and for an adapter with which no forward pass works."""
-    try:
-        check_causal(model)
-    except ConfigError:
-        raise
-    except Exception as error:  # a layer that is no plain linear one, as a router may be
-        what = f"model.adapter_targets={','.join(settings.adapter_targets)}: {one_line(error)}"
-        raise ConfigError(f"{what}; name other layers of the model") from error
 
 
 def has_files(settings: ModelConfig) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from diloco.errors import ConfigError
+from diloco.text import one_line
 
 IDS = [11, 12, 13, 14]  # not those of marks such as padding, which some models never look at
 IGNORED = -100  # in place of a target: this position predicts nothing
@@ -104,8 +105,12 @@ def check_segments(model: nn.Module) -> None:
 
 def check_causal(model: nn.Module) -> None:
     """Raises `ConfigError` for a model that sees the tokens that it is to predict, as an encoder
-    does; costs a forward and a backward pass of two tokens."""
-    _, slope = _reach(model, IDS[:2], slice(0, 1))
+    does, and for an adapter on layers that cannot have one; costs passes of two tokens."""
+    try:
+        _, slope = _reach(model, IDS[:2], slice(0, 1))
+    except (AttributeError, TypeError, ValueError) as error:  # a router may return a tuple
+        what = f"model.adapter_targets: {type(model).__name__} fails in a forward pass"
+        raise ConfigError(f"{what}: {one_line(error)}; name other layers") from error
     if slope is not None and slope[1:].any():
         raise ConfigError(
             f"model.config: {type(model).__name__} sees the tokens that it is to predict; set"

@@ -98,7 +98,8 @@ def generate(
     model_any: Any = model  # a PreTrainedModel
     tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens or 1)
     if max_new_tokens is None:
-        max_new_tokens = int(min(256, _positions(model) - len(tokens)))
+        positions = getattr(model_any.config.get_text_config(), "max_position_embeddings", None)
+        max_new_tokens = min(256, positions - len(tokens) if isinstance(positions, int) else 256)
     device = next(model.parameters()).device
     given = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -134,22 +135,17 @@ def prompt_tokens(
         tokens: list[int] = encoded.tolist() or [tokenizer.end or 0]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
-    vocabulary, positions = model.config.get_text_config().vocab_size, _positions(model)
-    if max(tokens) >= vocabulary:
+    config = model.config.get_text_config()
+    if max(tokens) >= config.vocab_size:
         raise ConfigError(
             f"{keys[0]}: the tokenizer makes the id {max(tokens)} of"
             f" {tokenizer.decode([max(tokens)])!r}, and the model's vocabulary has"
-            f" {vocabulary}; leave it out, or use the model's own tokenizer"
+            f" {config.vocab_size}; leave it out, or use the model's own tokenizer"
         )
-    if len(tokens) + more > positions:
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and len(tokens) + more > positions:
         raise ConfigError(
             f"{keys[1]}: {more} and {len(tokens)} tokens of prompt exceed the model's {positions}"
             f" positions; expected at most {max(positions - len(tokens), 0)}, or shorten the prompt"
         )
     return tokens
-
-
-def _positions(model: Any) -> float:
-    """How many tokens a model can see; infinity where nothing says so."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return known if isinstance(known, int) else math.inf

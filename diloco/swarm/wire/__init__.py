@@ -5,7 +5,5 @@ from diloco.errors import ConfigError
 try:  # its modules make semaphores when they are imported
     import hivemind.compression  # noqa: F401
 except OSError as error:
-    raise ConfigError(
-        f"hivemind needs /dev/shm, which cannot be written ({error.strerror}); mount it writable:"
-        " mount -o remount,rw /dev/shm, or docker run --shm-size=64m"
-    ) from error
+    needs = f"hivemind needs /dev/shm, which cannot be written ({error.strerror})"
+    raise ConfigError(f"{needs}; mount -o remount,rw /dev/shm") from error

@@ -32,8 +32,8 @@ from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
-# the longest contexts have 10M positions, and transformers makes lists of some numbers
-MAX_CONFIG_NUMBER = 2**24
+# the largest tables have 20M rows, and transformers makes lists of some numbers
+MAX_CONFIG_NUMBER = 2**25
 MAX_CONFIG_BYTES = 2**20
 MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 VOCABULARY = 320  # which has the ids of bytes
 # Names of settings, and what a larger value becomes.
 SIZES = {
-    r"vocab_size(_per_layer_input)?": VOCABULARY,
+    r"(ngram_)?vocab_size(_per_layer_input|_base)?": VOCABULARY,
     r"(max|n)_(position|ctx|seq|target|source).*|seq_length|attention_window|.*window(_size)?": 64,
     r".*(num_hidden_layers|n_layers?|num_layers|num_blocks|coder_layers)": 2,
     r".*(num_key_value_heads|n_kv_heads|num_kv_heads)": 2,

@@ -215,7 +215,7 @@ def test_numbers_that_no_model_has_are_refused(
     saved: Path, small: nn.Module, tmp_path: Path
 ) -> None:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        most = f"^model.config.{name}: 1000000000 is more than 16777216"
+        most = f"^model.config.{name}: 1000000000 is more than 33554432"
         with pytest.raises(ConfigError, match=most):
             models.config_of(settings(**{name: 10**9}))
     shutil.copytree(saved, tmp_path / "model")

@@ -6,6 +6,7 @@ help text waits neither for pydantic nor for torch, and a wrong setting not for 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +23,15 @@ if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
     from diloco.config.address import Address
 
-PATH = click.Path(path_type=Path)
+
+class _Path(click.Path):
+    """A path, in which ~ is the home directory also where no shell has said so."""
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        return super().convert(os.path.expanduser(value), *context)
+
+
+PATH = _Path(path_type=Path)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

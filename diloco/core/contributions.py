@@ -127,7 +127,13 @@ def captured(core: Facts, event: Captured) -> None:
 
 
 def pass_on(core: Facts, f: FragmentState, author: str) -> None:
-    """Contributions go to the author: this peer's at once, those of others after a while."""
+    """Contributions go to the author: this peer's at once, those of others after a while.
+
+    1. The author makes the run's last version, so it is over, and leaves. 2. Others hear of it, but
+    lack it yet, and for them another peer is the author. 3. It gets nothing that may be in there.
+    """
+    if f.behind() and author != f.tip.head.next:
+        return
     patience_s, via, now = pace.patience_s(core, f), core.next_hop(author), core.now
     round_s = pace.round_s(core, f)
     for item in f.pool.values():

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from diloco.errors import ConfigError
-from diloco.text import expanded
 
 if TYPE_CHECKING:
     from diloco.config import Config, ConfigSource
     from diloco.config.address import Address
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 class _Path(click.Path):
-    def convert(self, *given: Any) -> Path:
-        return expanded(os.fsdecode(super().convert(*given)))
+    """A path, in which ~ is the home directory also where no shell has said so."""
+
+    def convert(self, value: Any, *context: Any) -> Any:
+        return super().convert(os.path.expanduser(value), *context)
 
 
-PATH = _Path()
+PATH = _Path(path_type=Path)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Command(click.Command):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diloco.rundir.checkpoint import Checkpoint
 
 SEED = click.IntRange(0, 2**32 - 1)
+TOKENS = "How many.  [default: 256, or as many as fit]"
 PUSH = "Upload OUT as this model of the Hugging Face hub, too."
 
 
@@ -64,11 +65,11 @@ def evaluate(model: Path, options: Options) -> int:
 @click.argument("model", metavar="MODEL_DIR", type=PATH)
 @click.option("--prompt", default="", show_default=False, help="Text to continue.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's question.")
-@click.option("--tokens", type=click.IntRange(1, 1 << 20), default=256, help="How many.")
+@click.option("--tokens", type=click.IntRange(1, 1 << 20), help=TOKENS)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, help="0: the likeliest.")
 @click.option("--seed", type=SEED, default=0, help="Seed of the sampling.")
 def generate(
-    model: Path, prompt: str, chat: bool, tokens: int, temperature: float, seed: int
+    model: Path, prompt: str, chat: bool, tokens: int | None, temperature: float, seed: int
 ) -> int:
     """Print text from a model.
 
@@ -140,6 +141,7 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
     import shutil
 
     from diloco import hub
+    from diloco import model as models
     from diloco.config import compose
     from diloco.rundir.files import write_atomic
     from diloco.train.start_files import with_origin
@@ -155,16 +157,17 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
     run_dir = places[0]
     config = compose([], base=run_dir / "config.yaml")
     checkpoint = _newest(run_dir)
-    if checkpoint is not None:
-        what = f"outer step {checkpoint.step} of run {config.run.id}"
-        _write(with_origin(config, run_dir), checkpoint, out, merge)
-    elif (run_dir / "model").is_dir():
-        what = f"final model of run {config.run.id}"
-        shutil.copytree(run_dir / "model", out, dirs_exist_ok=True)
-    else:
+    if checkpoint is None and not (run_dir / "model").is_dir():
         remedy = "let the run reach its first outer step"
         raise CheckpointError(f"{run_dir} holds no checkpoint yet; {remedy}")
-    write_atomic(out / "README.md", _model_card(config, run_dir, checkpoint))
+    what = f"final model of run {config.run.id}"
+    with models.replacing(out) as fresh:
+        if checkpoint is not None:
+            what = f"outer step {checkpoint.step} of run {config.run.id}"
+            _write(with_origin(config, run_dir), checkpoint, fresh, merge)
+        else:
+            shutil.copytree(run_dir / "model", fresh, dirs_exist_ok=True)
+        write_atomic(fresh / "README.md", _model_card(config, run_dir, checkpoint))
     click.echo(f"{out}: {what}")
     if name is not None:
         click.echo(hub.push("--push-to-hub", name, out, private, what))

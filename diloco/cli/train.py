@@ -42,6 +42,9 @@ def train(options: Options) -> int:
         summary = run(config, show)
     if summary.peers:  # rank 0 speaks for all ranks
         console.print(f"{config.run.dir}: {summary.result()}", highlight=False)
+        if summary.outer_steps:
+            after = f"model/, loss.png; diloco generate or export {config.run.dir}"
+            console.print(f"{config.run.dir}: {after}", highlight=False)
     return summary.exit
 
 

@@ -147,6 +147,9 @@ def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
     if key.startswith(("hydra.", "hydra/")):
         what = "drop it (diloco sweep tries every combination)"
         raise ConfigError(f"{show(key)} has no effect; {what}")
+    if key.startswith("~"):  # by which Hydra deletes
+        remedy = f"set {key[1:]} to its default, as --cfg help shows it"
+        raise ConfigError(f"{show(key)}: no setting can be deleted; {remedy}")
     if key not in groups and not is_known_key(KEYS, key):
         raise ConfigError(unknown_key(key, [*KEYS, *groups]))
 

@@ -181,7 +181,7 @@ class EvalConfig(PeerLocal):
 
 class WandbConfig(PeerLocal):
     mode: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases logging."""
+    """Weights & Biases logging; where it is on, the variable WANDB_MODE wins."""
     project: Text = Field("diloco", description="wandb project.")
     entity: Text | None = Field(None, description="wandb team or user; null is your default.")
     aggregate: bool = False

@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from diloco.core import pace
 from diloco.core.events import Apply, Merge, Merged, Share
 from diloco.core.facts import Contribution, Facts, FragmentState, Moving
 from diloco.core.history import follow
-from diloco.core.members import PAUSE_LIMIT_S, Member
+from diloco.core.members import PAUSE_LIMIT_S, PAUSE_ROUNDS, Member
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, overlaps, union
@@ -38,8 +39,10 @@ def close(core: Facts, f: FragmentState) -> None:
     if not chosen or len(chosen) < need:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
-    myself = core.me in missing and core.pauses and now - core.progress_at < PAUSE_LIMIT_S
-    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now) or myself):
+    round_s = pace.round_s(core, f)
+    pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
+    myself = core.me in missing and core.pauses and now - core.progress_at < pause_limit_s
+    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now, round_s) or myself):
         f.quorum_at = now  # the wait begins when the pause has ended
         return core.wake(now + LOOK_S)
     if settings.barrier:
@@ -71,13 +74,13 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
     if core.settings.barrier:
         passed |= f.patience.slow
     missing: dict[str, Member | None] = {}
-    waiting_s = max(WAITING_S, core.round_s(f) / 4)
+    waiting_s = max(WAITING_S, pace.round_s(core, f) / 4)
     for one in core.members.all():
         waits = one.status.waits and core.now - one.progress_at > waiting_s
         passed_over = one.peer in passed or (waits and core.settings.quorum is not None)
         if one.status.trains and not passed_over:
             missing[one.peer] = one
-    if core.me not in passed and core.trains_now and not core.stalled(f):
+    if core.me not in passed and core.trains_now and not pace.is_stalled(core, f):
         missing[core.me] = None
     return missing
 
@@ -85,7 +88,7 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
 def _stalled(core: Facts, f: FragmentState) -> set[str]:
     """Members that train and make no progress. They are slow, as one that can never contribute
     stalls again and again: each version lets it make a few inner steps more."""
-    limits = core.now, core.settings.stall_s, core.first_step_s(), core.round_s(f)
+    limits = core.now, core.settings.stall_s, pace.first_step_s(core), pace.round_s(core, f)
     trainers = (member for member in core.members.all() if member.status.trains)
     return {member.peer for member in trainers if member.stalled(*limits)}
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from diloco.core import lifecycle
+from diloco.core import lifecycle, pace
 from diloco.core.events import Capture, Captured, Delivered, Loaded, SendPayload, Stepped
 from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState
 from diloco.messages.control import Answer, Offer
@@ -127,11 +127,19 @@ def captured(core: Facts, event: Captured) -> None:
 
 
 def pass_on(core: Facts, f: FragmentState, author: str) -> None:
-    """Contributions go to the author: this peer's at once, those of others after a while."""
-    patience_s, via, now = core.patience_s(f), core.next_hop(author), core.now
+    """Contributions go to the author: this peer's at once, those of others after a while.
+
+    1. The author makes the run's last version, so it is over, and leaves. 2. Others hear of it, but
+    lack it yet, and for them another peer is the author. 3. It gets nothing that may be in there.
+    """
+    if f.behind() and author != f.tip.head.next:
+        return
+    patience_s, via, now = pace.patience_s(core, f), core.next_hop(author), core.now
+    round_s = pace.round_s(core, f)
     for item in f.pool.values():
         mine = item.line.peer == core.me
-        if item.held_since is not None and core.settings.barrier and core.members.any_pauses(now):
+        pauses = core.settings.barrier and core.members.any_pauses(now, round_s)
+        if item.held_since is not None and pauses:
             item.held_since = now  # the author may wait for that peer
         known = item.held_since if item.sent_to == via else None
         wait_s = 0.0 if mine or core.leaving else core.settings.refresh_s
@@ -152,7 +160,7 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
 
 def _send(core: Facts, f: FragmentState, item: Contribution, at: int) -> None:
     """Send a payload. It is offered again if no byte of it arrives; else its stream may break."""
-    item.offer_at, item.sending_since = core.now + core.deadline_s(f), core.now
+    item.offer_at, item.sending_since = core.now + pace.deadline_s(core, f), core.now
     item.sent_bytes = at
     age_s = min(core.now - item.captured_at, MAX_SECONDS)
     core.out.append(SendPayload(item.sent_to, item.line, item.payload, at, age_s))

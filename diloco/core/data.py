@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from math import inf
 
+from diloco.core import pace
 from diloco.core.facts import Facts
 from diloco.core.members import MAX_PEERS
 from diloco.messages.control import MAX_WANTED, Dealt, Lease
@@ -60,7 +61,7 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     taken = union(merged, has(core), *named)
     new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
     if peer != core.me:
-        until = inf if peer in core.members else core.now + core.patience_s(f)
+        until = inf if peer in core.members else core.now + pace.patience_s(core, f)
         core.dealt[peer] = (union(its, new), until)
         forget_oldest(core.dealt, MAX_PEERS)
     return new
@@ -88,5 +89,5 @@ def receive(core: Facts, peer: str, message: Dealt) -> None:
 def lost(core: Facts, peer: str) -> None:
     """A peer is gone from here; others may hear it, so what it was granted is kept for a while."""
     if peer in core.dealt:
-        core.dealt[peer] = core.dealt[peer][0], core.now + core.patience_s(core.control)
+        core.dealt[peer] = core.dealt[peer][0], core.now + pace.patience_s(core, core.control)
     core.lease_again = core.now

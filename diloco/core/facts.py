@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from diloco.core import history
 from diloco.core.events import Action, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
-from diloco.core.members import STALL_STEPS, Members, Patience
+from diloco.core.members import Members, Patience
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
@@ -301,38 +301,9 @@ class Facts:
         """Whether nobody has begun, and fewer are here than this peer is to begin with."""
         return len(self.members) + 1 < self.min_peers and not self.began()
 
-    def first_step_s(self) -> float:
-        """How long a first step may take: where the others' take longer, ten of theirs."""
-        paces = [self.steps_per_s, *(member.status.steps_per_s for member in self.members.all())]
-        fastest = max(paces, default=0.0)
-        return max(self.settings.first_step_s, STALL_STEPS / fastest if fastest else 0.0)
-
-    def stalled(self, f: FragmentState) -> bool:
-        """Whether this peer makes no progress."""
-        pace = self.steps_per_s
-        limit_s = max(self.settings.stall_s, STALL_STEPS / pace) if pace else self.first_step_s()
-        limit_s = max(limit_s, self.round_s(f) if self.waits else 0.0)
-        return not self.pauses and self.now - self.progress_at > limit_s
-
     def num_trainers(self) -> int:
         """Peers that train now, at least 1."""
         return max(1, self.trains_now + sum(member.status.trains for member in self.members.all()))
-
-    def round_s(self, f: FragmentState) -> float:
-        """Seconds between two versions of a fragment, as measured; at least those of a cycle of
-        inner steps here, and of sending what was learned in it."""
-        times = sorted(f.adopted_at.values())
-        versions_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        cycle_s = self.cycle / self.steps_per_s if self.steps_per_s else 0.0
-        return max(versions_s, cycle_s + f.sent_s)
-
-    def deadline_s(self, f: FragmentState) -> float:
-        """In which the first bytes of an answer come: on thin links they queue behind others."""
-        return max(self.settings.deadline_s, self.round_s(f) / 8)
-
-    def patience_s(self, f: FragmentState) -> float:
-        """How long an author may have a contribution without a version: four rounds at least."""
-        return max(self.settings.stuck_s, 4 * self.round_s(f))
 
     def progress(self, nbytes: int) -> None:
         """So many bytes were moved for this peer's own training."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from diloco.core import data, events
+from diloco.core import data, events, pace
 from diloco.core.facts import Facts
 from diloco.ranges import NONE
 
@@ -62,7 +62,7 @@ def hear_loop(core: Facts, event: events.Event) -> None:
             core.pauses, core.progress_at = pauses, core.now
         case events.Leave(finished):
             core.leaving, core.finished = True, finished
-            core.leave_by = core.now + max(map(core.patience_s, core.fragments))
+            core.leave_by = core.now + max(pace.patience_s(core, f) for f in core.fragments)
         case events.Alone():
             core.min_peers = 1
         case events.Discovered():
@@ -87,7 +87,7 @@ def assemble(core: Facts) -> None:
     before the last have loaded their anchors. Who comes late waits for nobody."""
     if core.assembled or not core.trains_now:
         return
-    limits = core.now, core.settings.stall_s, core.first_step_s()
+    limits = core.now, core.settings.stall_s, pace.first_step_s(core)
     others = [one for one in core.members.all() if one.hello.trains]
     idle = [one for one in others if not (one.status.trains or one.status.leaves)]
     waits = any(one.status.waits or not one.stalled(*limits) for one in idle)

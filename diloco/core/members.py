@@ -20,7 +20,8 @@ T = TypeVar("T")
 MAX_PEERS = 4096  # remembered; identities cost nothing, so the others are forgotten
 STALL_STEPS = 10.0  # inner steps at the measured pace in whose time one must be done
 STALL_BEATS = 3.0  # in large swarms, where statuses are rare; one that is late is no stall
-PAUSE_LIMIT_S = 600.0  # a training loop that evaluates and saves for longer than this has stopped
+PAUSE_LIMIT_S = 600.0  # who evaluates and saves for longer, and for four rounds, has stopped
+PAUSE_ROUNDS = 4.0
 BEATS_PER_S = 64.0  # heard from all others together; in smaller swarms, one every `heartbeat_s`
 MAX_ADDRESSES = 4  # kept of one peer, the best first
 ROUNDS = 3.0  # median rounds of the contributors for which a version waits
@@ -79,9 +80,9 @@ class Member:
         self.figures = status.figures or self.figures
         self.status, self.heard_at = status, now
 
-    def pauses(self, now: float) -> bool:
+    def pauses(self, now: float, round_s: float = 0.0) -> bool:
         """Whether it evaluates or saves, and not for too long."""
-        return 0 <= now - self.paused_at < PAUSE_LIMIT_S
+        return 0 <= now - self.paused_at < max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
 
     def stalled(
         self, now: float, floor_s: float, first_step_s: float, round_s: float = 0.0
@@ -93,7 +94,7 @@ class Member:
             limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
         if self.status.waits:
             limit_s = max(limit_s, round_s)
-        return not self.pauses(now) and now - self.progress_at > limit_s
+        return not self.pauses(now, round_s) and now - self.progress_at > limit_s
 
 
 class Members:
@@ -151,9 +152,9 @@ class Members:
         limits = ((one, max(floor_s, beats * one.interval_s)) for one in self.all())
         return [one.peer for one, limit_s in limits if now - one.heard_at > limit_s]
 
-    def any_pauses(self, now: float) -> bool:
+    def any_pauses(self, now: float, round_s: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
-        return any(one.pauses(now) for one in self.all())
+        return any(member.pauses(now, round_s) for member in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
         """Who may be an author: members, whom a member hears, and this peer if it says so."""
@@ -255,8 +256,15 @@ class Patience:
         median_s = statistics.median_low(rounds_s) if rounds_s else 0.0
         return max(self._floor_s, (ROUNDS - 1) * median_s)
 
-    def pauses(self, missing: Mapping[str, Member | None], seconds: float, now: float) -> bool:
+    def pauses(
+        self,
+        missing: Mapping[str, Member | None],
+        seconds: float,
+        now: float,
+        round_s: float = 0.0,
+    ) -> bool:
         """Whether any pauses, and may: the seconds since the last call come out of its bucket."""
+        self._pauses.burst = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
         pausing = [one.peer for one in missing.values() if one is not None and now >= one.paused_at]
         self._paused.update(pausing)
         return any([self._pauses.take(peer, now, seconds) for peer in pausing])

@@ -17,7 +17,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from diloco.core import events
+from diloco.core import events, pace
 from diloco.core.contributions import impossible
 from diloco.core.facts import SHUNNED, Facts, Fetch, FragmentState, Goal, Moving, score
 from diloco.core.history import Record, Tip, follow, state_of, wrong, wrong_state
@@ -61,7 +61,7 @@ def fetch(core: Facts, f: FragmentState) -> None:
     if best and (f.fetch is None or (free and not f.fetch.donor)):
         donor = min(free or best, key=lambda peer: score(int(now), core.me + peer))
         have = (f.tip.head.work, "") if f.mismatch else f.tip.key
-        f.fetch = Fetch(donor, now + core.deadline_s(f))
+        f.fetch = Fetch(donor, now + pace.deadline_s(core, f))
         core.out.append(events.AskDonor(donor, Get(f.index, have)))
 
 
@@ -73,7 +73,7 @@ def _ask_parts(core: Facts, f: FragmentState, fetching: Fetch, goal: Goal) -> No
     known = fetching.parts.keys() | fetching.asked.keys()
     missing = [part for part in range(f.sizes.parts) if part not in known]
     busy = [donor for donor, _ in fetching.asked.values()]
-    until = core.now + core.deadline_s(f)
+    until = core.now + pace.deadline_s(core, f)
     for donor in donors * PARTS_EACH:
         if missing and busy.count(donor) < PARTS_EACH:
             part = missing.pop(0)
@@ -154,7 +154,7 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
     elif f.fetch and f.fetch.goal is None and f.fetch.donor == peer:
         since = f.busy_since.setdefault(peer, core.now)
         forget_oldest(f.busy_since, MAX_PEERS)
-        if bad or core.now - since > core.patience_s(f) / 2:
+        if bad or core.now - since > pace.patience_s(core, f) / 2:
             return _failed(core, f, peer)
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.times_busy, 8))
         f.fetch, f.times_busy = Fetch("", core.now + pause_s), f.times_busy + 1

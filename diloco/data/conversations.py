@@ -15,8 +15,10 @@ segment, and positions begin anew in it (`diloco.model.cross_entropy.loss`).
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +27,17 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.config import DataConfig
-from diloco.data.formats import records
+from diloco.data.formats import OddRows, records
 from diloco.data.hub_files import HUB_REMEDY, find_files
 from diloco.data.packing import is_held_out
-from diloco.data.sources import as_data_error, files_of
-from diloco.data.tokenizers import Message, Tokenizer
+from diloco.data.sources import as_data_error, files_of, kind_of
+from diloco.data.templates import Message
+from diloco.data.tokenizers import Tokenizer
 from diloco.data.tokens import TokenList
 from diloco.errors import DataError
 from diloco.hub import dataset_file
+
+logger = logging.getLogger(__name__)
 
 ROLES = {
     "assistant": "assistant bard bing chatbot chatgpt gpt model",
@@ -63,21 +68,16 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
     Raises ValueError for a row without any of it, with the columns that it has.
     """
     got = {name: value for name, value in row.items() if value not in (None, "", [])}
-    tools = got.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = [*map(_decoded, _decoded(got.get("tools")) or ())] or None
     if "messages" in got:
-        return Chat(_messages(got["messages"], "messages", "role", "content"), tools)
+        return Chat(_messages(got, "messages"), tools)
     if "conversations" in got:
-        turns = got["conversations"]
-        first = turns[0] if isinstance(turns, list) and isinstance(turns[0], Mapping) else {}
-        keys = ("role", "content") if "role" in first else ("from", "value")
-        return Chat([*_system(got), *_messages(turns, "conversations", *keys)], tools)
+        return Chat([*_system(got), *_messages(got, "conversations")], tools)
     if "prompt" in got and "completion" in got:
         prompt, completion = got["prompt"], got["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, completion
-        parts = ((prompt, "prompt"), (completion, "completion"))
-        return Chat([one for part in parts for one in _messages(*part, "role", "content")], tools)
+        return Chat([*_messages(got, "prompt"), *_messages(got, "completion")], tools)
     answer = next((name for name in ("output", "response") if name in got), None)
     if "instruction" in got and answer:
         asked = str(got["instruction"])
@@ -98,81 +98,136 @@ def _system(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": "system", "content": str(row["system"])}] if "system" in row else []
 
 
-def _messages(turns: Any, column: str, role: str, content: str) -> list[Message]:
+def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
+    turns = _decoded(row[column])
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{column} is no list of messages")
     found = list[Message]()
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, Mapping) or not isinstance(turn.get(role), str):
-            raise ValueError(f"message {number} of {column} has no {role}")
+    for number, turn in enumerate(map(_decoded, turns), 1):
+        where = f"message {number} of {column}"
+        turn = turn if isinstance(turn, Mapping) else {}
+        role, content = ("from", "value") if "from" in turn else ("role", "content")
+        if not isinstance(turn.get(role), str):
+            raise ValueError(f"{where} has no {role}")
         name = turn[role].lower()
         if name not in _ROLE_OF:
             known = ", ".join(sorted(_ROLE_OF))
-            raise ValueError(
-                f"message {number} of {column} has the {role} {name!r}, which is none of {known}"
-            )
+            raise ValueError(f"{where} has the {role} {name!r}, which is none of {known}")
         rest = {key: value for key, value in turn.items() if key not in (role, content)}
         rest = {key: value for key, value in rest.items() if value is not None}
-        found.append({**rest, "role": _ROLE_OF[name], "content": turn.get(content) or ""})
+        if calls := _decoded(rest.pop("tool_calls", None)):
+            rest["tool_calls"] = [_call(_decoded(call)) for call in calls]
+        found.append({**rest, "role": _ROLE_OF[name], "content": _text(turn.get(content), where)})
     return found
 
 
-def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> Sample:
-    """The tokens of what a row holds, and which of them are learned.
+def _text(content: Any, where: str) -> str:
+    """The text of content as a text, or as a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"{where} has content of the type {kind}, and only text is learned")
+    return "".join(part.get("text") or "" for part in parts)
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, whose arguments may be JSON text, as OpenAI writes them."""
+    function = dict(call.get("function", call))
+    if "arguments" in function:
+        function["arguments"] = _decoded(function["arguments"])
+    return {**call, "function": function} if "function" in call else function
+
+
+def _decoded(value: Any) -> Any:
+    """What the JSON text of an object or a list stands for; other values as they are."""
+    is_json = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
+    return json.loads(value) if is_json else value
+
+
+def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sample]:
+    """The tokens of what a row holds, and which of them are learned; of a chat in the parts of
+    `Tokenizer.encode_chat`.
 
     Raises ValueError for what has no answer, or that the chat template refuses.
     """
     if isinstance(found, Chat):
-        if not any(one["role"] == "assistant" for one in found.messages):
+        if not any(message["role"] == "assistant" for message in found.messages):
             raise ValueError("it has no message of an assistant, so nothing to learn")
-        tokens, learned = tokenizer.encode_chat(found.messages, found.tools)
+        parts = tokenizer.encode_chat(found.messages, found.tools)
     else:
-        texts = [found] if isinstance(found, str) else list(found)
-        parts = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
+        texts = [found] if isinstance(found, str) else found
+        ids = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
         end = [] if tokenizer.end is None else [tokenizer.end]
-        tokens = [*(int(token) for part in parts for token in part), *end]
-        learned = [False] * (len(parts[0]) if len(parts) > 1 else 0)
-        learned += [True] * (len(tokens) - len(learned))
-    return Sample(np.array(tokens, np.int32), np.array(learned, np.bool_))
+        tokens = [*tokenizer.begin, *np.concatenate(ids).tolist(), *end]
+        asked = len(tokenizer.begin) + len(ids[0]) if len(ids) > 1 else 0
+        parts = [(tokens, [place >= asked for place in range(len(tokens))])]
+    return [Sample(np.array(ids, np.int32), np.array(marks, np.bool_)) for ids, marks in parts]
 
 
 def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
     """The packed sequences, (N, 2, T), of the rows of `data.path`, or of a dataset of the hub.
 
-    Raises DataError, which names file and row: one cannot be read, or is refused by `encode`.
+    Rows that cannot be read, or that `encode` refuses, are left out, as are those of which nothing
+    is learned; a line says how many. Raises DataError, which names a file and a row, where they are
+    half of all or more.
     """
     kind, key, files = settings.source, "data.path", list[Path]()
     if kind == "hub":
         kind, files = _of_hub(settings)
         key = "data.name"
     sides: tuple[list[Sample], list[Sample]] = [], []
-    num_bytes = 0
+    documents = num_bytes = 0
     remedy = "mend that row, or leave it out"
+    odd = OddRows(remedy)
     for file in files or files_of(settings):
         with as_data_error(f"{key}: {file}", remedy), file.open("rb") as handle:
-            for number, row in enumerate(records(handle, str(file), kind), 1):
+            for number, row in enumerate(records(handle, str(file), kind_of(file, kind)), 1):
+                odd.rows += 1
                 try:
+                    if isinstance(row, ValueError):
+                        raise row
                     found = parse(row, settings.field)
-                    sample = encode(found, tokenizer)
+                    samples = encode(found, tokenizer)
                 except ValueError as error:
-                    raise ValueError(f"row {number}: {error}") from error
+                    text = str(error) if error is row else f"row {number}: {error}"
+                    odd.add(ValueError(text), f"{key}: {file}")
+                    continue
                 content = found if isinstance(found, str) else json.dumps(found, default=str)
-                text = content.encode("utf-8", errors="replace")
-                sides[is_held_out(text, settings.holdout, settings.source)].append(sample)
-                num_bytes += len(text)
-    training, held_out = (pack(side, settings.sequence_length) for side in sides)
+                encoded = content.encode("utf-8", errors="replace")
+                sides[is_held_out(encoded, settings.holdout, settings.source)].extend(samples)
+                documents, num_bytes = documents + 1, num_bytes + len(encoded)
+    odd.close()
+    length = settings.sequence_length
+    learned = [_is_learned(sample, length) for sample in chain(*sides)]
+    if not all(learned):
+        line = (
+            f"of {learned.count(False)} of {len(learned)} conversations nothing is learned, which"
+            f" are left out: the answer is behind the first data.sequence_length={length} tokens,"
+            " or the template marks none"
+        )
+        if not any(learned):
+            raise DataError(f"data.format: {line}; raise the one, or mend the other")
+        logger.warning(line)
+    training, held_out = (pack(side, length) for side in sides)
     digest = blake3(training.tobytes()).hexdigest()
-    return TokenList(training, held_out, sum(map(len, sides)), num_bytes, digest)
+    return TokenList(training, held_out, documents, num_bytes, digest)
+
+
+def _is_learned(sample: Sample, length: int) -> bool:
+    return bool(sample.learned[1:length].any())
 
 
 def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
     """The format of a dataset, and its files, which are fetched once."""
     with as_data_error(f"data.name: {settings.name}", HUB_REMEDY):
         kind, names, opened = find_files(settings)
-        if kind not in ("json", "parquet"):
+        if kind == "text":
             raise DataError(
-                f"data.name: {settings.name} is of the format {kind}, and data.format=auto reads"
-                " json and parquet; choose another dataset"
+                f"data.name: {settings.name} is of the format text, and data.format=auto reads rows"
+                " with fields; choose another dataset"
             )
         return kind, [Path(one) if opened is open else dataset_file(one) for one in names]
 
@@ -185,7 +240,7 @@ def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
     count from 1; what is left of a sequence is segment 0. The first token of a segment is never
     learned: nothing is before it.
     """
-    kept = [sample for sample in samples if sample.learned[1:length].any()]
+    kept = [sample for sample in samples if _is_learned(sample, length)]
     inside = list[list[Sample]]()  # of each sequence
     free = list[tuple[int, int]]()  # (tokens, sequence), sorted
     for sample in sorted(kept, key=lambda one: -len(one.tokens)):

@@ -8,9 +8,9 @@ not.
 - `handle` is a seekable binary file. Its content says how it is compressed: gzip, bzip2, xz, zstd
   or lz4. A ZIP archive stands for the files in it.
 - In memory are one row, or one batch of rows, however large the file.
-- A fault of the content is a ValueError that names the row, counted from 1, or a DataError about
-  `data.field`. An OSError with an `errno` is one of the machine or of the network. `as_data_error`
-  makes a line of each.
+- A row that cannot be used is left out and counted (`OddRows`), and b"" stands for its text.
+- Another fault of the content is a ValueError, or a DataError about `data.field`. An OSError with
+  an `errno` is one of the machine or of the network. `as_data_error` makes a line of each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import lzma
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, BinaryIO
 
 from diloco.data.packing import pieces
@@ -48,6 +47,7 @@ _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
 # so many rows of JSON without the field, from the first one on: its name is wrong
 _ROWS_WITHOUT = 10_000
+_ODD_AT_ONCE = 100  # odd rows, from which on it is an error at once that they are half of all
 
 _CONTENT = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
@@ -55,40 +55,78 @@ _CONTENT = re.compile(
 )
 
 
+class OddRows:
+    """Counts rows, and those that cannot be used; a line of the log names the first of these, with
+    `live` at the 1st, the 10th, the 100th, ..., else by `close`.
+
+    Raises DataError instead where they are half of all rows or more.
+    """
+
+    rows = count = 0
+    _first = ""
+
+    def __init__(self, remedy: str, live: bool = False) -> None:
+        self._remedy, self._live = remedy, live
+
+    def add(self, error: Exception, path: str) -> None:
+        self.count += 1
+        is_line = isinstance(error, DataError)
+        self._first = self._first or (str(error) if is_line else f"{path}: {error}; {self._remedy}")
+        if self.count >= _ODD_AT_ONCE and 2 * self.count >= self.rows:
+            raise DataError(self._first)
+        if self._live and str(self.count).strip("0") == "1":
+            self._log()
+
+    def close(self) -> None:
+        if self.count and 2 * self.count >= self.rows:
+            raise DataError(self._first)
+        if self.count and not self._live:
+            self._log()
+
+    def _log(self) -> None:
+        line = "%d of %d rows cannot be used, and are left out; the first: %s"
+        logger.warning(line, self.count, self.rows, self._first)
+
+
+_Row = dict[str, Any] | ValueError  # or why it is none
+
+
 def read_rows(
-    handle: BinaryIO, path: str, format: str, field: str, start: int = 0
+    handle: BinaryIO, path: str, format: str, field: str, start: int = 0, odd: OddRows | None = None
 ) -> Iterator[bytes]:
-    """The texts of the rows of one file, from row `start` on; `path` is its name in errors."""
-    if _is_plain_parquet(handle, format):
-        yield from _parquet(handle, path, field, start)
-        return
-    rows = (_READERS[format](content, path, field) for content in _contents(handle, path, format))
-    yield from islice(chain.from_iterable(rows), start, None)
+    """The texts of the rows of one file, from row `start` on; `path` is its name in errors. Without
+    `odd` a row that cannot be used is an error."""
+    for number, row in enumerate(records(handle, path, format, field, start), start + 1):
+        if odd is not None:
+            odd.rows += 1
+        try:
+            text = _text_of(row, field, number, path)
+        except (ValueError, DataError) as error:
+            if odd is None:
+                raise
+            odd.add(error, path)
+            text = b""
+        yield text
 
 
-def records(handle: BinaryIO, path: str, format: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON or Parquet with all their columns; errors as of `read_rows`."""
-    plain = _is_plain_parquet(handle, format)
-    contents = [handle] if plain else _contents(handle, path, format)
-    read = _parquet_records if format == "parquet" else partial(_json_rows, numbers=True)
-    for number, row in enumerate(chain.from_iterable(map(read, contents)), 1):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object")
-        yield row
-
-
-def _is_plain_parquet(handle: BinaryIO, format: str) -> bool:
-    """Whether it is read from its end, as Parquet is that nothing is around."""
+def records(
+    handle: BinaryIO, path: str, format: str, field: str | None = None, start: int = 0
+) -> Iterator[_Row]:
+    """The rows of one file, from row `start` on, or why there is none; with a `field`, at least
+    that of their columns."""
     head = handle.read(16)
     handle.seek(0)
-    return format == "parquet" and not _CONTENT.match(head)
+    if format == "parquet" and not _CONTENT.match(head):  # which is read from its end
+        yield from _parquet(handle, path, field, start)
+    else:
+        contents = _contents(handle, path, format)
+        rows = (_READERS[format](content, path, field) for content in contents)
+        yield from islice(chain.from_iterable(rows), start, None)
 
 
 def num_rows(handle: Any) -> int:
     """How many rows a Parquet file says that it has."""
-    from pyarrow import parquet
-
-    return int(parquet.ParquetFile(handle).metadata.num_rows)
+    return int(_parquet_file(handle).metadata.num_rows)
 
 
 def format_of(name: str) -> str | None:
@@ -142,38 +180,53 @@ def _members(archive: zipfile.ZipFile, path: str, format: str) -> list[str]:
     return fitting
 
 
-def _text(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _text_of(row: _Row, field: str, number: int, path: str) -> bytes:
+    if isinstance(row, ValueError):
+        raise row
+    value = row.get(field)
+    if isinstance(value, bytes):
+        try:
+            value.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"row {number} is no UTF-8 text ({error})") from error
+        return value
+    if not isinstance(value, str | None):
+        names = [name for name, other in row.items() if isinstance(other, str)]
+        raise _holds_no_text(f"row {number} of {path}", field, type(value).__name__, names)
+    # half of a surrogate pair is possible in JSON
+    return (value or "").encode("utf-8", errors="replace")
+
+
+def _text(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     for number, piece in enumerate(pieces(content)):
         try:
             if "\0" in piece.decode("utf-8") and number == 0:  # it is UTF-16
                 raise ValueError
         except ValueError:
             raise ValueError("it is not UTF-8 text") from None
-        yield piece
+        yield {str(field): piece}
 
 
-def _json(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
-    fields: set[str] | None = set()  # of the rows so far, while none has the field
-    for number, row in enumerate(_json_rows(content), 1):
-        row = {"text": row} if isinstance(row, str) else row  # a list of strings
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is no object")
-        if fields is not None:
+def _json(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
+    # of the rows so far, while none has the field
+    fields: set[str] | None = None if field is None else set()
+    for number, row in enumerate(_json_rows(content, field is None), 1):
+        if isinstance(row, str):  # a list of strings
+            row = {"text": row}
+        if not isinstance(row, dict | ValueError):
+            row = ValueError(f"row {number} is no object")
+        if fields is not None and isinstance(row, dict):
             fields = None if field in row else fields | row.keys()
             if fields and number == _ROWS_WITHOUT:
                 break
-        value = row.get(field)
-        if not isinstance(value, str | None):
-            names = [name for name, other in row.items() if isinstance(other, str)]
-            raise _holds_no_text(path, field, type(value).__name__, names, f"row {number} of ")
-        # half of a surrogate pair is possible in JSON
-        yield (value or "").encode("utf-8", errors="replace")
+        yield row
     if fields:
-        raise NoFieldError(path, field, fields)
+        raise NoFieldError(path, str(field), fields)
 
 
-def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
-    """The rows of JSON lines, or else of the one list or object over several lines."""
+def _json_rows(content: Any, numbers: bool) -> Iterator[object]:
+    """The rows of JSON lines, and errors in place of those that are none; or else those of the one
+    list or object over several lines."""
     # Numbers that nobody looks at may have more digits than Python converts.
     parse_int = None if numbers else lambda digits: 0
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=parse_int), 0, b""
@@ -194,9 +247,9 @@ def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
                 row = decoded(line, f"row {number}")
             except ValueError as error:
                 length = len(line.decode(errors="replace").rstrip())
-                if number > 1 or getattr(error.__cause__, "pos", -1) < length:
-                    raise
-                break  # it goes on in the next line
+                if number == 1 and getattr(error.__cause__, "pos", -1) >= length:
+                    break  # it goes on in the next line
+                row = error
             yield row
         else:
             return
@@ -207,24 +260,33 @@ def _json_rows(content: Any, numbers: bool = False) -> Iterator[object]:
     yield from rows if isinstance(rows, list) else [rows]
 
 
-def _csv(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _csv(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     tabs = path.lower().removesuffix(".zip").rpartition("/")[2].partition(".tsv")[1]
     csv.field_size_limit(_LONGEST)
-    with io.TextIOWrapper(content, "utf-8", newline="") as lines:
+    with io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="") as lines:
         rows = csv.DictReader(lines, delimiter="\t" if tabs else ",")
-        if rows.fieldnames and field not in rows.fieldnames:
+        if field is not None and rows.fieldnames and field not in rows.fieldnames:
             raise NoFieldError(path, field, rows.fieldnames)
-        for row in rows:
-            yield (row[field] or "").encode()
+        for number in count(1):
+            row: _Row | None
+            try:
+                row = next(rows, None)
+                for value in (row or {}).values():
+                    str(value).encode()
+            except (csv.Error, UnicodeEncodeError) as error:
+                row = ValueError(f"row {number} is no CSV of UTF-8 ({error})")
+            if row is None:
+                return
+            yield row
 
 
-def _arrow(content: io.BufferedReader, path: str, field: str) -> Iterator[bytes]:
+def _arrow(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
     import pyarrow as module
 
     is_file = content.peek(6).startswith(b"ARROW1")
     reader = (module.ipc.open_file if is_file else module.ipc.open_stream)(content)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-    yield from _columns(batches, reader.schema, path, field)
+    yield from _table_rows(batches, reader.schema, path, field)
 
 
 def _parquet_file(handle: Any) -> Any:
@@ -243,28 +305,27 @@ def parquet_columns(handle: Any, field: str) -> Iterator[Any]:
         yield from batch.column(0)
 
 
-def _parquet_records(handle: Any) -> Iterator[object]:
-    for batch in _parquet_file(handle).iter_batches(_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
-
-
-def _parquet(handle: Any, path: str, field: str, start: int = 0) -> Iterator[bytes]:
+def _parquet(handle: Any, path: str, field: str | None, start: int = 0) -> Iterator[_Row]:
     file = _parquet_file(handle)
     groups = list(range(file.num_row_groups))
     while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
         start -= rows
         del groups[0]
-    batches = file.iter_batches(_ROWS_AT_ONCE, groups, [field])
-    yield from islice(_columns(batches, file.schema_arrow, path, field), start, None)
+    batches = file.iter_batches(_ROWS_AT_ONCE, groups, None if field is None else [field])
+    yield from islice(_table_rows(batches, file.schema_arrow, path, field), start, None)
 
 
-def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes]:
+def _table_rows(batches: Any, schema: Any, path: str, field: str | None) -> Iterator[_Row]:
     import pyarrow as module
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if module.types.is_dictionary(kind) else kind
-        return str(kind) in ("string", "large_string", "string_view")
+        return str(kind).removeprefix("large_").removesuffix("_view") in ("string", "binary")
 
+    if field is None:
+        for batch in batches:
+            yield from map(_without_null, batch.to_pylist())
+        return
     if field not in schema.names:
         raise NoFieldError(path, field, schema.names)
     kind = schema.types[schema.names.index(field)]
@@ -272,8 +333,18 @@ def _columns(batches: Any, schema: Any, path: str, field: str) -> Iterator[bytes
         names = [one.name for one in schema if is_text(one.type)]
         raise _holds_no_text(path, field, str(kind), names)
     for batch in batches:
-        for value in batch.column(batch.schema.names.index(field)).to_pylist():
-            yield (value or "").encode()
+        column = batch.column(batch.schema.names.index(field))
+        if module.types.is_dictionary(kind):
+            column = column.dictionary_decode()
+        for value in column.cast(module.large_binary()).to_pylist():
+            yield {field: value}
+
+
+def _without_null(value: Any) -> Any:
+    """Without the keys that are null: Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [*map(_without_null, value)] if isinstance(value, list) else value
 
 
 class NoFieldError(DataError):
@@ -285,13 +356,13 @@ class NoFieldError(DataError):
         super().__init__(f"data.field: {text}; take one, or leave the file out")
 
 
-def _holds_no_text(path: str, field: str, kind: str, names: list[str], row: str = "") -> DataError:
+def _holds_no_text(where: str, field: str, kind: str, names: list[str]) -> DataError:
     fields = ", ".join(sorted(names)[:20]) or "none"
     return DataError(
-        f"data.field: {field!r} holds {kind}, not text, in {row}{path}; fields with text: {fields}"
+        f"data.field: {field!r} holds {kind}, not text, in {where}; fields with text: {fields}"
     )
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, str, str], Iterator[bytes]]] = dict(
+_READERS: dict[str, Callable[[io.BufferedReader, str, str | None], Iterator[_Row]]] = dict(
     arrow=_arrow, csv=_csv, json=_json, parquet=_parquet, text=_text
 )

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from diloco.config import DataConfig
 from diloco.config.explain import show
-from diloco.data.formats import SUFFIXES, NoFieldError, format_of, log_left_out, num_rows, read_rows
+from diloco.data.formats import (
+    SUFFIXES,
+    NoFieldError,
+    OddRows,
+    format_of,
+    log_left_out,
+    num_rows,
+    read_rows,
+)
 from diloco.data.numbered import permuted
 from diloco.data.packing import Packer, encode
 from diloco.data.sources import as_data_error, files_below
@@ -66,9 +74,10 @@ class HubFiles:
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
         # 0: how many sequences there are is not known
         self.digest = f"{digest}-0x{self.sequence_length}"
-        # once there is some, a file without the column does not end the run
-        self._has_text = False
+        # once there is some, neither a file without the column nor one that is damaged ends the run
+        self._has_text, self._odd = False, OddRows("mend that row, or choose other data", live=True)
         some = list(islice(filter(None, self._all_rows()), 100))
+        self._odd.close()
         if not some:
             raise DataError(
                 f"data.split: {settings.split} of {settings.name} is empty; choose another split"
@@ -108,17 +117,20 @@ class HubFiles:
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """The rows of a file, from one on, and None at its end."""
-        path, field = self.files[file], self.settings.field
+        path, row = self.files[file], start
         try:
-            for text in read_rows(handle, path, self.format, field, start):
+            for text in read_rows(handle, path, self.format, self.settings.field, start, self._odd):
                 self._has_text |= text != b""
                 yield text
-        except NoFieldError:
-            if not self._has_text:
+                row += 1
+        except (NoFieldError, ValueError, OSError) as error:
+            of_machine = isinstance(error, OSError) and (error.errno or self.open is not open)
+            if not self._has_text or of_machine:
                 raise
-            logger.warning("%s has no %r, and its rows are left out", path, field)
+            line = "%s: from row %d on its rows are left out: %s"
+            logger.warning(line, path, row + 1, one_line(error))
             if self.format == "parquet":  # whose length others have from the file itself
-                yield from repeat(b"", num_rows(handle) - start)
+                yield from repeat(b"", num_rows(handle) - row)
         yield None
 
     def _all_rows(self) -> Iterator[bytes]:

@@ -129,8 +129,8 @@ def encode(
 
 
 class Packer:
-    """Concatenates the tokens of documents, each followed by the end token, and cuts them into rows
-    of T tokens.
+    """Concatenates the tokens of documents, each behind what the tokenizer begins a text with and
+    followed by the end token, and cuts them into rows of T tokens.
 
     Tokens that do not fill a row wait for the next document.
     """
@@ -138,6 +138,7 @@ class Packer:
     def __init__(self, sequence_length: int, tokenizer: Tokenizer) -> None:
         self.sequence_length = sequence_length
         self._dtype, end = np.dtype(token_dtype(tokenizer.vocab_size)), tokenizer.end
+        self._begin = np.array(tokenizer.begin, self._dtype).tobytes()
         self._end = b"" if end is None else np.array([end], self._dtype).tobytes()
         self._waiting = bytearray()
 
@@ -146,6 +147,7 @@ class Packer:
         return len(self._waiting) // (self.sequence_length * self._dtype.itemsize)
 
     def add(self, tokens: Tokens) -> None:
+        self._waiting += self._begin
         self._waiting += tokens.astype(self._dtype, copy=False).data
         self._waiting += self._end
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from diloco.config import DataConfig
 from diloco.config.registry import DATA_SOURCES
-from diloco.data.formats import SUFFIXES, format_of, is_hidden, log_left_out, read_rows
+from diloco.data.formats import SUFFIXES, OddRows, format_of, is_hidden, log_left_out, read_rows
 from diloco.errors import DataError, DilocoError
 from diloco.text import counted
 
@@ -29,6 +29,7 @@ _ABOUT_DATA = set(
 # pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
 _LOOKED_AT = 1 << 14
 
+ROW_SOURCES = ("json", "parquet")  # rows with fields, in files of any format that has these
 # of files that a folder in `data.path` stands for
 _KINDS = {**SUFFIXES, "tokens": (".bin", ".npy", ".parquet")}
 
@@ -58,18 +59,20 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
             found = DATA_SOURCES[settings.source].documents(settings)
             yield from (text.encode() for text in found if text)
         return
-    rows = empty = 0
-    remedy = f"make it readable as {settings.source}, or leave it out"
+    kind, empty, odd = settings.source, 0, OddRows("mend that row, or leave it out")
+    remedy = f"make it readable as {kind}, or leave it out"
     for file in files:
         with as_data_error(f"data.path: {file}", remedy), file.open("rb") as handle:
-            for text in read_rows(handle, str(file), settings.source, settings.field):
-                rows, empty = rows + 1, empty + (not text)
+            format = kind_of(file, kind)
+            for text in read_rows(handle, str(file), format, settings.field, odd=odd):
+                empty += not text
                 if text:
                     yield text
-    if empty:
-        where, field = ", ".join(settings.path or ()), settings.field
+    odd.close()
+    if empty := empty - odd.count:
+        where = ", ".join(settings.path or ())
         line = "%d of %d rows of %s have no %r, and are left out"
-        logger.warning(line, empty, rows, where, field)
+        logger.warning(line, empty, odd.rows, where, settings.field)
 
 
 def files_of(settings: DataConfig) -> list[Path]:
@@ -95,18 +98,27 @@ def files_of(settings: DataConfig) -> list[Path]:
                 continue
             inside = files_below(path)
             fitting = [file for file in inside if _fits(file, settings.source)]
+            if not fitting and settings.source in ROW_SOURCES:
+                others = [file for file in inside if _fits(file, kind_of(file, "json"))]
+                fitting = others if len({format_of(file.name) for file in others}) == 1 else []
             if not fitting:
                 is_text = settings.source == "text"
                 kinds = "UTF-8" if is_text else ", ".join(_KINDS[settings.source])
-                others = f", but {counted(len(inside), 'other')} such as {inside[0]}"
+                beside = f", but {counted(len(inside), 'other')} such as {inside[0]}"
                 raise DataError(
-                    f"data.path: {given} has no {kinds} files in it{others if inside else ''}; give"
+                    f"data.path: {given} has no {kinds} files in it{beside if inside else ''}; give"
                     " a file or a directory with some"
                 )
             found += fitting
             odd += sorted({*inside} - {*fitting})
     log_left_out(odd, settings.source)
     return found
+
+
+def kind_of(file: Path, source: str) -> str:
+    """The format of a file: where it has rows with fields, its suffix names it."""
+    named = format_of(file.name) if source in ROW_SOURCES else None
+    return source if named in (None, "text") else str(named)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -109,6 +109,7 @@ class HubStream:
         self._num_taken = self._num_forgotten = self._failures = self._planned = self._made = 0
         self._add(units)
         self._encoded = self._encode(row)
+        self._fault: Exception | None = None
         # A position: units read to their end, rows read of the next one, and tokens that wait in
         # the packer.
         self._read = 0, row
@@ -231,7 +232,12 @@ class HubStream:
     def _fill(self) -> bool:
         """Pack rows until there is a batch, and no more. False: more units are needed."""
         while len(self._packer) < self._batch_size:
-            if (found := next(self._encoded)) is None:
+            try:
+                found = next(self._encoded)
+            except Exception as error:  # with which the generator has ended
+                self._fault = self._fault or error
+                raise self._fault from None
+            if found is None:
                 return False
             done, row, documents = found
             self._read = done, row

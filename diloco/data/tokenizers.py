@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -15,14 +14,15 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.data.templates import ChatTemplate, Message
 from diloco.errors import DataError, DilocoError
 from diloco.hub import TOKENIZER_FILES, check_reachable, files_at
 from diloco.text import one_line
 
 Tokens = NDArray[Any]  # (N,) uint8, uint16 or int32, the smallest that holds the vocabulary
 
-Message = dict[str, Any]
-"""`role` (system, user, assistant, tool), `content`, and what a chat template knows besides."""
+ChatPart = tuple[list[int], list[bool]]
+"""The tokens of messages, and which of them are learned."""
 
 MAX_IDS = 2**24  # of a vocabulary; no model has more
 MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
@@ -36,12 +36,14 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: one more than the largest id; below that there may be ids without a token.
         largest: the token with the largest id, and of how many it is one: for an error.
+        begin: the tokens before every document, such as <bos>; of most tokenizers none.
         end: the token after every document; None if the vocabulary has none.
         digest: equal for tokenizers that make the same tokens of the same text.
     """
 
     vocab_size: int
     largest: str
+    begin: list[int]
     end: int | None
 
     @property
@@ -50,11 +52,11 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 stays, or is U+FFFD."""
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Any = None
-    ) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and which ones the assistant writes: its messages with the
-        token that ends each. Raises ValueError if the chat template refuses it.
+    def encode_chat(self, messages: Sequence[Message], tools: Any = None) -> list[ChatPart]:
+        """The tokens of a conversation, and which ones the assistant writes: its messages with what
+        ends each. Several parts, each from the first message on, where the chat template writes
+        earlier answers otherwise than the last one. Raises ValueError if the template refuses it,
+        or leaves out what an answer says.
         """
 
     def question(self, text: str) -> str:
@@ -97,16 +99,14 @@ def is_bytes(directory: Path) -> bool:
     return False
 
 
-def _encode_plainly(
-    tokenizer: Tokenizer, messages: Sequence[Message]
-) -> tuple[list[int], list[bool]]:
+def _encode_plainly(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[ChatPart]:
     """Without a chat template: a line with the role, then the text; an answer ends with the end
     token."""
     tokens, answers = list[int](), list[bool]()
     for message in messages:
         content, is_answer = message["content"], message["role"] == "assistant"
-        if not isinstance(content, str):
-            raise ValueError("content that is no text needs a tokenizer with a chat template")
+        if message.get("tool_calls"):
+            raise ValueError("calls of tools need a tokenizer with a chat template")
         head, text = (
             part.tolist()
             for part in tokenizer.encode(
@@ -116,7 +116,7 @@ def _encode_plainly(
         text += [tokenizer.end] if is_answer and tokenizer.end is not None else []
         tokens += head + text
         answers += [False] * len(head) + [is_answer] * len(text)
-    return tokens, answers
+    return [(tokens, answers)]
 
 
 def _ask_plainly(text: str) -> str:
@@ -128,15 +128,14 @@ class ByteTokenizer:
 
     vocab_size = 256
     largest = "the last of 256 bytes"
+    begin: list[int] = []  # noqa: RUF012
     end: int | None = 0
     digest = "bytes"
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Any = None
-    ) -> tuple[list[int], list[bool]]:
+    def encode_chat(self, messages: Sequence[Message], tools: Any = None) -> list[ChatPart]:
         return _encode_plainly(self, messages)
 
     def question(self, text: str) -> str:
@@ -197,6 +196,7 @@ class HubTokenizer:
                 # It is not in the cache of earlier downloads.
                 check_reachable("data.tokenizer", "model", name)
                 loaded = load(name)
+            loaded = _as_written(loaded, local)
             end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
             # with added tokens; there may be ids without a token
             ids: dict[str, int] = loaded.get_vocab()
@@ -221,6 +221,8 @@ class HubTokenizer:
         self.vocab_size, self.largest = largest + 1, f"{last[:40]!r}, one of {len(ids)} tokens"
         self.end: int | None = end
         self._dtype = np.dtype(token_dtype(self.vocab_size))
+        self.begin = _begin_of(loaded)
+        self._template = ChatTemplate(loaded) if loaded.chat_template else None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -257,40 +259,22 @@ class HubTokenizer:
             ) from error
         return [row.astype(self._dtype) for row in rows]
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Any = None
-    ) -> tuple[list[int], list[bool]]:
-        """By `{% generation %}` of the chat template; without it, what each answer adds to the text
-        of the messages before it."""
-        if not self._tokenizer.chat_template:
+    def encode_chat(self, messages: Sequence[Message], tools: Any = None) -> list[ChatPart]:
+        if self._template is None:
             return _encode_plainly(self, messages)
-        render = functools.partial(self._tokenizer.apply_chat_template, tools=tools)
-        try:
-            if re.search(r"\{%-?\s*generation", self._tokenizer.get_chat_template(tools=tools)):
-                found = render(
-                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-                )
-                return list(found["input_ids"]), list(map(bool, found["assistant_masks"]))
-            whole = render(messages, tokenize=False)
-            spans = _answers(whole, messages, functools.partial(render, tokenize=False))
-            found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        except ValueError:
-            raise
-        # of jinja, and whatever a template calls
-        except Exception as error:
-            raise ValueError(f"the chat template refuses it: {one_line(error)}") from error
-        marks = [
-            any(begin <= start < end for begin, end in spans)
-            for start, _ in found["offset_mapping"]
-        ]
-        return list(found["input_ids"]), marks
+        parts = []
+        for text, spans in self._template.answers(messages, tools):
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = found["offset_mapping"]
+            marks = [any(start < e and b < end for b, e in spans) for start, end in offsets]
+            parts.append((list(found["input_ids"]), marks))
+        return parts
 
     def question(self, text: str) -> str:
-        if not self._tokenizer.chat_template:
+        if self._template is None:
             return _ask_plainly(text)
-        messages, options = [{"role": "user", "content": text}], {"add_generation_prompt": True}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return self._template.question(text)
         except Exception as error:  # of jinja, and whatever a template calls
             what = f"data.tokenizer: the chat template of {self._name} refuses a user's question"
             raise DataError(f"{what}: {one_line(error)}; give one that takes it") from error
@@ -308,19 +292,30 @@ class HubTokenizer:
         self._tokenizer.save_pretrained(directory)
 
 
-def _answers(
-    whole: str, messages: Sequence[Message], render: Callable[..., str]
-) -> list[tuple[int, int]]:
-    """Where the answers are in the text of a conversation."""
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = render(messages[:number], add_generation_prompt=True) if number else ""
-            after = render(messages[: number + 1])
-            if not (whole.startswith(before) and whole.startswith(after)):
-                raise ValueError(
-                    "the chat template writes earlier messages anew and marks no answers"
-                    " ({% generation %}); give data.tokenizer with a template that does"
-                )
-            spans.append((len(before), len(after)))
-    return spans
+def _as_written(loaded: Any, place: Path) -> Any:
+    """The tokenizer of tokenizer.json itself: beside the config of some models, such as qwen2,
+    transformers makes another one out of its vocabulary."""
+    if not (file := place / "tokenizer.json").is_file():
+        return loaded
+    import transformers
+
+    pipeline = loaded.backend_tokenizer  # of `tokenizers`
+    written = type(pipeline).from_file(str(file))
+    texts, made = (json.loads(each.to_str()) for each in (written, pipeline))
+    if all(texts[part] == made[part] for part in ("normalizer", "pre_tokenizer", "model")):
+        return loaded
+    known, names = written.get_vocab(), loaded.special_tokens_map
+    special = {name: token for name, token in names.items() if token in known}
+    library: Any = transformers  # its functions have no annotations
+    return library.PreTrainedTokenizerFast.from_pretrained(str(place), **special)
+
+
+def _begin_of(loaded: Any) -> list[int]:
+    """What the tokenizer itself puts in front of a text."""
+    for text in ("a", ""):  # the vocabulary may have no token for the one
+        with contextlib.suppress(Exception):
+            plain, whole = (loaded(text, add_special_tokens=a)["input_ids"] for a in (False, True))
+            starts = range(len(whole)) if plain else [len(whole)]
+            start = next(n for n in starts if whole[n : n + len(plain)] == plain)
+            return [int(token) for token in whole[:start]]
+    return []

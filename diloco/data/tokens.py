@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 """Called with bytes of text that are tokenised, and of all."""
 
-VERSION = 3  # of the files
+VERSION = 4  # of the files
 PROGRESS_S = 0.5
 FILES_FROM_BYTES = 1 << 20  # of text: to read less again takes a second or less
 FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which has nothing to do

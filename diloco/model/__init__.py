@@ -28,7 +28,7 @@ from diloco.model.cross_entropy import (
     num_targets,
     prepare_head_,
 )
-from diloco.model.files import Vocabulary, load, save
+from diloco.model.files import Vocabulary, load, replacing, save
 from diloco.model.recipe import frozen_of, pack, recipe_of
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "pack",
     "prepare_head_",
     "recipe_of",
+    "replacing",
     "save",
     "saved_state",
     "shrink_base_",

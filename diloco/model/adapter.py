@@ -7,8 +7,11 @@ base is frozen and compared by its digest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +31,15 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
     """Freeze a causal LM, and put the adapter of `model.adapter` on it; nothing for `none`.
 
     It is fp32, and depends on the base for DoRA only: peers may have one in other dtypes.
-    Raises ConfigError: the model has no such layers, or `peft` is not installed.
+    Raises ConfigError: the model has no such layers, one of them shares its weight with another, or
+    `peft` is not installed.
     """
     if settings.adapter == "none":
         return
     # which peft imports; on a CPU it says that kernels of the hub are missing
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         what = f"model.adapter={settings.adapter} needs peft"
         raise ConfigError(f"{what}; pip install 'diloco[lora]'") from None
@@ -51,18 +55,37 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
         base_model_name_or_path=settings.path or settings.directory,
         revision=settings.revision,
     )
-    model_any: Any = model  # a PreTrainedModel
     try:
-        with torch.random.fork_rng(devices=[]):
-            model_any.add_adapter(recipe)
+        # not by `add_adapter` of transformers, which may ask for a peft that is not released yet
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied weights, for one, which are refused below
+            inject_adapter_in_model(recipe, model)
             default_generator.manual_seed(seed)  # peft has rounded to the dtype of the base
             for _, layer in _adapter_layers(model):
                 for one in layer.parameters():
                     one.data = one.data.float() if one.requires_grad else one.data
                 layer.reset_lora_parameters("default", True)
     except ValueError as error:
-        what = f"model.adapter_targets={','.join(named)}: {one_line(error).rstrip('.')}"
-        raise ConfigError(f"{what}; name layers of the model, or all-linear") from error
+        wrong, remedy = one_line(error).rstrip("."), "name layers of the model, or all-linear"
+        if "dropout" in wrong:  # which peft cannot have on experts
+            remedy = "set model.adapter_dropout=0, or name other layers"
+        elif settings.adapter == "dora":
+            remedy = "use adapter=lora, or name other layers"
+        raise ConfigError(f"model.adapter_targets={','.join(named)}: {wrong}; {remedy}") from error
+    _refuse_shared(model, named)
+
+
+def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raises ConfigError for an adapter on a weight that other layers have, too: merged into it, it
+    would change those."""
+    users = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    for name, layer in _adapter_layers(model):
+        if any(users[id(one)] > 1 for one in layer.get_base_layer().parameters()):
+            shared = f"{name} shares its weight with another layer"
+            raise ConfigError(
+                f"model.adapter_targets={','.join(targets)}: {shared}, and an adapter of one would"
+                " change both once it is merged; name other layers"
+            )
 
 
 def _adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -72,7 +95,7 @@ def _adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return bool(getattr(model, "peft_config", None))
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -137,13 +160,30 @@ def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
         setattr(parent, name, small)
 
 
+def save_adapter(model: Any, directory: Path) -> None:
+    """Writes the adapter of a model as `peft` reads it, without the embeddings below it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {f"base_model.model.{name}": one.contiguous() for name, one in state.items()}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(directory)
+
+
 def merge_adapter_(model: nn.Module) -> None:
     """Add the adapter's product to the base, and take the adapter away; nothing without one."""
     if not has_adapter(model):
         return
+    done = "\0"  # the layer that was merged last; one on experts holds another
     for name, layer in _adapter_layers(model):
-        layer.merge()
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
-    model._hf_peft_config_loaded = False  # type: ignore[assignment]
-    model.peft_config = {}  # type: ignore[assignment]
+        if name.startswith(f"{done}."):
+            continue
+        done, (parent, _, own) = name, name.rpartition(".")
+        if hasattr(layer, "unload_and_optionally_merge_module"):
+            base = layer.unload_and_optionally_merge_module(True, False, None)
+        else:
+            layer.merge()
+            base = layer.get_base_layer()
+        setattr(model.get_submodule(parent), own, base)
+    del model.peft_config

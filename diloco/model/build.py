@@ -27,13 +27,13 @@ from diloco.config.model_data import HUB_NAME
 from diloco.errors import CheckpointError, ConfigError
 from diloco.hub import MODEL_FILES, commit_of, files_at
 from diloco.model.adapter import add_adapter_, widen_
-from diloco.model.cross_entropy import prepare_head_
+from diloco.model.cross_entropy import check_causal, prepare_head_
 from diloco.model.files import Vocabulary, check_directory, load, transformers
 from diloco.model.recipe import allowed_names, fill_frozen_, is_extra, set_generation_
 from diloco.text import one_line
 
-# the longest contexts have 10M positions, and transformers makes lists of some numbers
-MAX_CONFIG_NUMBER = 2**24
+# the largest tables have 20M rows, and transformers makes lists of some numbers
+MAX_CONFIG_NUMBER = 2**25
 MAX_CONFIG_BYTES = 2**20
 MAX_PARTS = 2**16  # modules of a model; the largest public ones have some thousands
 
@@ -49,8 +49,8 @@ def build(
     """A causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, the frozen
     linear layers of a LoRA's base are as they were saved, mapped from the file: for `shrink_base_`.
 
-    The weights depend only on `seed` and the installed torch. The global RNG state has no influence
-    and stays as it is.
+    The weights depend on `seed`, the installed torch, and the CPU's vector instructions: peers take
+    those of the run's first one. The global RNG state has no influence and stays as it is.
 
     Raises ConfigError for an unknown model type or name, an impossible value, or a model too small
     for tokenizer or sequence length; CheckpointError as `load`.
@@ -66,6 +66,7 @@ def build(
         model: nn.Module = loaded.train() if narrow else loaded.float().train()
         prepare_head_(model)
         add_adapter_(model, settings, seed)
+        check_causal(model)
         widen_(model)
         return model
     if settings.adapter != "none" and settings.weights is not None:
@@ -86,6 +87,7 @@ def build(
     if settings.frozen and settings.directory is not None:
         fill_frozen_(built, settings.frozen, Path(settings.directory))
     add_adapter_(built, settings, seed)
+    check_causal(built)
     return built.train()
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from diloco.errors import ConfigError
+from diloco.text import one_line
 
+IDS = [11, 12, 13, 14]  # not those of marks such as padding, which some models never look at
 IGNORED = -100  # in place of a target: this position predicts nothing
 # fp32 logits at a time. With less, a GPU waits for the memory of the weight's gradient, to which
 # each chunk is added.
@@ -90,18 +92,53 @@ def reads_plain_rows() -> bool:
 
 def check_segments(model: nn.Module) -> None:
     """Raises `ConfigError` unless this causal LM keeps the segments of a row apart; costs a forward
-    pass of four tokens, under the caller's autocast."""
-    device = next(model.parameters()).device
-    tokens = torch.tensor([[1, 2, 1, 2]], device=device)
-    positions = torch.tensor([[0, 1, 0, 1]], device=device)
-    with evaluating(model):
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits.float()
-    # two equal segments; in one pass rounding is equal, too
-    if not torch.allclose(logits[:, 2:], logits[:, :2], rtol=1e-2, atol=1e-3):
+    and a backward pass of eight tokens, under the caller's autocast."""
+    logits, slope = _reach(model, IDS * 2, slice(4, 8), position_ids=[0, 1, 2, 3] * 2)
+    # Equal segments differ by rounding, unless their positions go on.
+    alike = torch.allclose(logits[:, 4:], logits[:, :4], rtol=1e-2, atol=1e-3)
+    if not alike or slope is None or slope[:4].any():
         raise ConfigError(
             f"data.format=auto: {type(model).__name__} lets packed conversations see each other;"
             " take a model of another kind, or data.format=text"
         )
+
+
+def check_causal(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that sees the tokens that it is to predict, as an encoder
+    does, and for an adapter on layers that cannot have one; costs passes of two tokens."""
+    try:
+        _, slope = _reach(model, IDS[:2], slice(0, 1))
+    except (AttributeError, TypeError, ValueError) as error:  # a router may return a tuple
+        what = f"model.adapter_targets: {type(model).__name__} fails in a forward pass"
+        raise ConfigError(f"{what}: {one_line(error)}; name other layers") from error
+    if slope is not None and slope[1:].any():
+        raise ConfigError(
+            f"model.config: {type(model).__name__} sees the tokens that it is to predict; set"
+            " is_decoder=true, in a config.json too, or take a causal language model"
+        )
+
+
+def _reach(
+    model: Any, ids: list[int], of: slice, **given: list[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Logits (1, T, V), and the gradient of those at some positions by each input (T, D), unless
+    this model has none in evaluation. A mask makes exact zeros of it, and small weights do not."""
+    device = next(model.parameters()).device
+    rows = {key: torch.tensor([one], device=device) for key, one in given.items()}
+    inputs: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        inputs.append(output.detach().requires_grad_())
+        return inputs[-1].clone()  # some write into it
+
+    with evaluating(model), torch.enable_grad():
+        with model.get_input_embeddings().register_forward_hook(keep):
+            tokens = torch.tensor([ids], device=device)
+            logits: Tensor = model(input_ids=tokens, use_cache=False, **rows).logits.float()
+        with suppress(AssertionError, RuntimeError):  # of reversible layers
+            [slope] = torch.autograd.grad(logits[:, of].square().sum(), inputs[:1])
+            return logits.detach(), slope.reshape(len(ids), -1)
+    return logits.detach(), None
 
 
 class ChunkedHead(nn.Linear):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import glob
+import json
 import os
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +17,8 @@ import torch
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigError
-from diloco.text import one_line
+from diloco.model.adapter import has_adapter, save_adapter
+from diloco.text import one_line, plain
 
 
 class Vocabulary(Protocol):
@@ -24,6 +28,8 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def largest(self) -> str: ...
+    @property
+    def begin(self) -> list[int]: ...
     @property
     def end(self) -> int | None: ...
     def save(self, directory: Path) -> None: ...
@@ -38,7 +44,17 @@ def save(
     checkpoint says of generation stays. The directory appears as a whole or not at all; an old one
     is absent between two renames. Raises ConfigError if it cannot be written; the old one stays.
     """
+    with replacing(directory) as fresh:
+        _write(model, fresh, tokenizer)
+
+
+@contextmanager
+def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `directory` in the end, as `save` says; what a
+    killed process left beside it goes."""
     target = Path(directory)
+    for left in target.parent.glob(f".{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
+        shutil.rmtree(left, ignore_errors=True)
     fresh, old = (target.with_name(f".{target.name}-{secrets.token_hex(4)}") for _ in range(2))
     try:
         fresh.mkdir(parents=True)
@@ -46,7 +62,7 @@ def save(
         wrong = f"{target}: cannot be written ({error.strerror})"
         raise ConfigError(f"{wrong}; choose another directory") from error
     try:
-        _write(model, fresh, tokenizer)
+        yield fresh
         if target.exists():
             target.rename(old)
         try:
@@ -99,6 +115,13 @@ def check_directory(path: Path, key: str) -> None:
     if not path.is_dir():
         give = "give a directory with config.json and model.safetensors"
         raise CheckpointError(f"{key}: {path} is no directory; {give}")
+    if (adapter := path / "adapter_config.json").is_file():
+        base = "another model"
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            base = json.loads(adapter.read_bytes())["base_model_name_or_path"] or base
+        what = f"{key}: {path} is an adapter of {plain(base)}"
+        merge = "diloco export RUN DIR --merge, or merge_and_unload and save_pretrained of peft"
+        raise CheckpointError(f"{what}; merge it into that one ({merge}), and give the result")
     if not (path / "config.json").is_file():
         give = "give a directory in Hugging Face format"
         raise CheckpointError(f"{key}: {path} has no config.json; {give}")
@@ -110,14 +133,19 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         # The default end token of the config (2 for Llama) is an ordinary token in another
         # vocabulary. A checkpoint's own settings may end a text at several tokens.
         end, generation = tokenizer.end, model_any.generation_config
-        if not _ends_at(model_any.config, end):
-            _end_at_(model_any.config, end)
+        config = model_any.config.get_text_config()  # the language part of a multimodal model
+        if not _ends_at(config, end):
+            _end_at_(config, tokenizer)
         if generation is not None and not _ends_at(generation, end):
             model_any.generation_config = type(generation)()
-            _end_at_(model_any.generation_config, end)
+            _end_at_(model_any.generation_config, tokenizer)
+            model_any.generation_config.pad_token_id = end
         tokenizer.save(directory)
     try:
-        model_any.save_pretrained(directory)
+        if has_adapter(model):
+            save_adapter(model_any, directory)
+        else:
+            model_any.save_pretrained(directory)
     except Exception as error:
         # safetensors reports a full disk as its own exception type, outside the OSError tree.
         if type(error).__name__ == "SafetensorError":
@@ -125,12 +153,14 @@ def _write(model: nn.Module, directory: Path, tokenizer: Vocabulary | None) -> N
         raise
 
 
-def _end_at_(config: Any, end: int | None) -> None:
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = end
+def _end_at_(config: Any, tokenizer: Vocabulary) -> None:
+    # not pad_token_id: some models count positions from it
+    config.eos_token_id = tokenizer.end
+    config.bos_token_id = next(iter(tokenizer.begin), tokenizer.end)
 
 
 def _ends_at(config: Any, end: int | None) -> bool:
-    ends = config.eos_token_id
+    ends = getattr(config, "eos_token_id", None)
     return end is not None and end in (ends if isinstance(ends, list) else [ends])
 
 

@@ -53,12 +53,15 @@ def recipe_of(model: Any) -> dict[str, Any]:
     allowed = allowed_names(kind)
     told = {key: value for key, value in config.to_diff_dict().items() if key not in _ABOUT}
     settings = {key: value for key, value in told.items() if key in allowed or is_extra(kind, key)}
+    # An infinity is no JSON; nobody has to say a default one.
+    endless = {key for key, one in settings.items() if "Infinity" in json.dumps(one, default=str)}
     generation = {} if model.generation_config is None else model.generation_config.to_diff_dict()
     generation = {key: value for key, value in generation.items() if key in _generation_names()}
     try:
         recipe = {
             "model_type": config.model_type,
-            "config": settings or {"use_cache": True},
+            "config": {key: settings[key] for key in settings.keys() - endless}
+            or {"use_cache": True},
             "generation": generation,
         }
         said: dict[str, Any] = json.loads(json.dumps(recipe, allow_nan=False))

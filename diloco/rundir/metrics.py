@@ -118,7 +118,7 @@ class WandbLog:
 
             self._table = wandb.Table
             self._run = wandb.init(
-                mode=settings.mode,
+                mode=None if os.environ.get("WANDB_MODE") else settings.mode,  # which it wins over
                 project=settings.project,
                 entity=settings.entity,
                 group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,  # set by a sweep

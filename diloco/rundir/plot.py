@@ -122,13 +122,14 @@ def held_out_curve(records: Records, virtual: bool = False) -> list[Point]:
 
 
 def _spread(x: list[float]) -> list[float]:
-    """Equal values, spread up to the next one: [0, 0, 10, 10] -> [2.5, 7.5, 12.5, 17.5]."""
-    values, counts = np.unique(x, return_counts=True)
-    widths = np.diff(values)
-    widths = np.append(widths, widths[-1:] if len(widths) else 0.0)
-    within = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    spread: list[float] = (np.repeat(values, counts) + np.repeat(widths, counts) * within).tolist()
-    return spread
+    """The clock between its moves, as steps go on: [0, 0, 10, 10] -> [0, 5, 10, 15]."""
+    values, moves = np.unique(x, return_index=True)
+    index = np.arange(len(x))
+    spread = np.interp(index, moves, values) if len(x) else np.array([])
+    if len(values) > 1:
+        pace = (values[-1] - values[-2]) / (moves[-1] - moves[-2])
+        spread += pace * np.maximum(index - moves[-1], 0)
+    return [float(at) for at in spread]
 
 
 def _smooth(values: Sequence[float]) -> np.ndarray:

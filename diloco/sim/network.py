@@ -18,29 +18,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from diloco.errors import SwarmError
+from diloco.sim.link import PeerLink, piece_bytes
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.wire.gate import GREETING, Gate
 from diloco.swarm.wire.streams import CONTROL
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler
 
-PIECE_BYTES, LEAST_BYTES, PIECE_S = 64 * 1024, 64, 0.1  # at most; at least; what a link sends in
 BACKLOG_BYTES = 256 * 1024  # what a stream holds before its writer has to wait
 UNANSWERED_S = 30.0  # how long a call across a cut lasts
 HEAD_BYTES = 4  # of a frame: its length
 # which write of both sides breaks a doomed stream; the second is an answer, or begins a payload
 DOOMED_WRITES = (1, 5)
-
-
-@dataclass(frozen=True)
-class PeerLink:
-    """One peer's access: bytes per second (None is without limit), and its `latency_s`.
-
-    A byte takes the mean of the two ends' `latency_s` from one to the other.
-    """
-
-    up: float | None = None
-    down: float | None = None
-    latency_s: float = 0.0
 
 
 @dataclass
@@ -75,7 +63,7 @@ class _Pipe:
             self._network.break_stream(self)
             return
         network, view = self._network, memoryview(data).cast("B")
-        size = network.piece_bytes(self.source, self.target)
+        size = piece_bytes(network.links[self.source].up, network.links[self.target].down)
         if self.source in network.garbling:
             network.garbling.discard(self.source)
             view = memoryview(bytes(view[:HEAD_BYTES]) + b"\xff" * (len(view) - HEAD_BYTES))
@@ -199,7 +187,7 @@ class Network:
         self._random, self._secret = random.Random(seed), str(seed).encode()
         self._loss, self._lossy = loss, lossy
         self._downlinks: dict[str, _Direction] = {}
-        self._links: dict[str, PeerLink] = {}
+        self.links: dict[str, PeerLink] = {}
         self._transports: dict[str, SimTransport] = {}
         self.pipes: dict[_Pipe, None] = {}
         self._landings: dict[float, list[_Pipe]] = {}  # by the second of each
@@ -210,7 +198,7 @@ class Network:
         self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None
     ) -> SimTransport:
         """A peer's access to the network; its gate decides who may open streams."""
-        self._links[peer] = link = link or PeerLink()
+        self.links[peer] = link = link or PeerLink()
 
         def is_cut(pipe: _Pipe) -> bool:
             return (pipe.source, pipe.target) in self._cuts
@@ -252,15 +240,9 @@ class Network:
         for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (one, other)]:
             self.break_stream(pipe)
 
-    def piece_bytes(self, source: str, target: str) -> int:
-        """Bytes that are on their way at a time: on thin links fewer, as others take turns."""
-        rates = self._links[source].up, self._links[target].down
-        slowest = min([rate for rate in rates if rate is not None], default=PIECE_BYTES / PIECE_S)
-        return max(LEAST_BYTES, min(PIECE_BYTES, int(slowest * PIECE_S)))
-
     def latency_s(self, one: str, other: str) -> float:
         """Seconds that a byte is on the way from one peer to another."""
-        return (self._links[one].latency_s + self._links[other].latency_s) / 2
+        return (self.links[one].latency_s + self.links[other].latency_s) / 2
 
     async def open(self, source: str, target: str, protocol: str) -> Ends:
         """Open a stream. A call into a cut, either way, is answered if that ends in time."""
@@ -270,7 +252,7 @@ class Network:
                     await cut.wait()
             except TimeoutError:
                 raise TimeoutError(f"{target} does not answer") from None
-        trip_s = self.latency_s(source, target) if target in self._links else 0.0
+        trip_s = self.latency_s(source, target) if target in self.links else 0.0
         await asyncio.sleep(trip_s)
         transport = self._transports.get(target)
         handler = None if transport is None else transport.handlers.get(protocol)
@@ -315,7 +297,7 @@ class Network:
         pipe.sent(piece)
         now, trip_s = self.loop.seconds, self.latency_s(pipe.source, pipe.target)
         piece.whole_at = now + seconds + trip_s
-        if self._links[pipe.target].down is None:  # nothing to wait for there
+        if self.links[pipe.target].down is None:  # nothing to wait for there
             self._land_at(piece.whole_at, pipe, piece)
             return
         pipe.flying.append(piece)

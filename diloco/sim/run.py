@@ -35,8 +35,9 @@ from diloco.rundir.summary import (
 )
 from diloco.sim import events
 from diloco.sim.events import SimEvent
+from diloco.sim.link import PeerLink
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Network, PeerLink
+from diloco.sim.network import Network
 from diloco.sim.peers import PacedStream, SimRuntime, SimTrainer
 from diloco.sim.virtual_time import VirtualLoop, virtual_time
 from diloco.swarm.node.options import NodeOptions

@@ -78,24 +78,28 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     seed: int = 0,
 ) -> str:
-    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`.
+    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`;
+    None: 256, or as many as its positions have room for.
 
     Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG
     is left as it was. Raises `ConfigError` if the tokens do not fit the model's positions, or a
     value is out of range.
     """
-    if max_new_tokens < 1:
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens: {max_new_tokens} is too small; expected at least 1")
     if not 0 <= temperature < math.inf:
         raise ConfigError(
             f"temperature: {temperature} is out of range; expected 0 (likeliest token) or more"
         )
     model_any: Any = model  # a PreTrainedModel
-    tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens)
+    tokens = prompt_tokens(model, tokenizer, prompt, max_new_tokens or 1)
+    if max_new_tokens is None:
+        positions = getattr(model_any.config.get_text_config(), "max_position_embeddings", None)
+        max_new_tokens = min(256, positions - len(tokens) if isinstance(positions, int) else 256)
     device = next(model.parameters()).device
     given = torch.tensor([tokens], device=device)  # (1, P)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -128,7 +132,10 @@ def prompt_tokens(
     `ConfigError`."""
     try:
         encoded = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0]
-        tokens: list[int] = encoded.tolist() or [tokenizer.end or 0]
+        tokens: list[int] = encoded.tolist()
+        if tokens[: len(tokenizer.begin)] != tokenizer.begin:  # as a chat template has written it
+            tokens = [*tokenizer.begin, *tokens]
+        tokens = tokens or [tokenizer.end or 0]
     except DataError as error:
         raise ConfigError(f"{keys[0]}: {error}") from error
     config = model.config.get_text_config()

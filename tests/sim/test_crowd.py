@@ -18,7 +18,9 @@ seeds = pytest.mark.parametrize("seed", range(2))
 
 
 def contributors(swarm: Story) -> set[str]:
-    return {"".join(line.peer for line, _ in head.lines) for head in swarm.made()}
+    """Of the first three versions; a peer may make one round more before all rest."""
+    heads = (head for head in swarm.made() if head.number <= 3)
+    return {"".join(line.peer for line, _ in head.lines) for head in heads}
 
 
 # -- nobody fails ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from diloco.core.events import AnchorPart
 from diloco.core.history import Tip
 from diloco.messages.bulk import Get, No, PartHeader
 from diloco.messages.codec import Message, Refusal
-from diloco.sim.network import PeerLink
+from diloco.sim.link import PeerLink
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc import state
@@ -82,7 +82,7 @@ class Village(DrivenCrowd):
         self.start_values = torch.zeros(NUMEL)
         self.start(PeerSpec("joiner", trains=False, latency_s=0.01))
         self.run_until(lambda: self.lives["joiner"].node)
-        self.network._links["joiner"] = PeerLink(down=down, latency_s=0.01)
+        self.network.links["joiner"] = PeerLink(down=down, latency_s=0.01)
         self.network._downlinks["joiner"]._bytes_per_s = down
         return self.node("joiner")
 

@@ -11,7 +11,7 @@ from tests.support.places import script_module
 from tests.support.stories import story
 
 
-@pytest.mark.parametrize(("most", "outer_steps", "files"), [(10**8, 3, 1), (200_000, 20, 2)])
+@pytest.mark.parametrize(("most", "outer_steps", "files"), [(10**8, 3, 1), (200_000, 21, 2)])
 def test_a_recording_keeps_the_newest_and_a_whole_one_leads_to_the_same_tips(
     most: int,
     outer_steps: int,

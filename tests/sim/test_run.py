@@ -202,3 +202,26 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
     simulated(tmp_path, *outer, "local.peers=3", "budget.outer_steps=6", *joins)
     kinds = ("discarded", "contribution_broke", "missing")
     assert asked and not any(events(tmp_path, kind) for kind in kinds)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_the_same_run_ten_and_a_hundred_times_slower_merges_everybody(
+    tmp_path: Path, k: int
+) -> None:
+    """Exchanges of a fifth of a second, of seconds, and of minutes, at a barrier."""
+    times = [f"sim.step_s=[{0.05 * k},{0.06 * k}]", f"sim.latency_s={0.005 * k}"]
+    options = ["local.peers=2", "outer.fragments=1", f"sim.bandwidth={200 / k}kB"]
+    outcome = simulated(tmp_path, *times, *options, "budget.outer_steps=4")
+    assert len(digests(outcome)) == 1
+    merged = [line["merged"] for line in json_lines(tmp_path / "metrics.jsonl") if "merged" in line]
+    assert merged == [2] * 8
+    wrong = ("missed", "missing", "stuck", "takeover", "discarded", "lost")
+    assert not [kind for kind in wrong if events(tmp_path, kind)]
+
+
+def test_an_author_that_leaves_while_its_update_is_fetched_holds_up_nobody(tmp_path: Path) -> None:
+    """Three peers went on waiting for each other, each after an update of its own."""
+    thin = ["sim.step_s=[.5]", "sim.bandwidth=4kB", "sim.latency_s=.05", "outer.fragments=1"]
+    outcome = simulated(tmp_path, *thin, "local.peers=4", "budget.outer_steps=3")
+    assert len(digests(outcome)) == 1
+    assert not events(tmp_path, "stuck") and not events(tmp_path, "missing")

@@ -12,8 +12,9 @@ from torch import nn
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.core.members import Members
 from diloco.outer.replica import Replica
+from diloco.sim.link import PeerLink
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Network, PeerLink
+from diloco.sim.network import Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import virtual_time
 from diloco.swarm.node.node import ExchangeResult, Node

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from diloco.core import events
+from diloco.core import events, pace
 from diloco.core.facts import CONTROL
 from diloco.errors import SwarmError
 from diloco.messages.control import Answer
@@ -340,7 +340,7 @@ class Node:
         """Wait until what this peer has sent is in a version, or cannot be; four rounds at most."""
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(map(facts.patience_s, facts.fragments))):
+            async with asyncio.timeout(max(pace.patience_s(facts, f) for f in facts.fragments)):
                 await self._until(
                     lambda: self._interrupted or not any(map(is_open, facts.fragments))
                 )

@@ -23,7 +23,7 @@ from diloco.core.history import Bounds, Tip
 from diloco.core.settings import ProtocolSettings, Sizes
 from diloco.messages.codec import kinds
 from diloco.messages.control import Planned
-from diloco.messages.heads import Line
+from diloco.messages.heads import Head, Line
 
 NAME = "recording.bin"
 IDENTITY = ("me", "name", "run_id", "manifest_hash", "trains", "may_author", "tokens_per_step")
@@ -63,7 +63,8 @@ class Said(msgspec.Struct, frozen=True):
     bounds: Bounds | None = None
 
 
-KNOWN: tuple[Any, ...] = (*kinds().values(), Line, Records, AnchorPart, ProtocolSettings, Bounds)
+KNOWN: tuple[Any, ...] = (*kinds().values(), Head, Line, Records, AnchorPart)
+KNOWN += (ProtocolSettings, Bounds)
 TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
 EVENTS = {"Said": Said, **{n: one for n, one in vars(events).items() if isinstance(one, type)}}
 

@@ -32,8 +32,9 @@ from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.payloads import Codec
 from diloco.outer.replica import Replica
+from diloco.sim.link import PeerLink
 from diloco.sim.lockstep import Lockstep
-from diloco.sim.network import Network, PeerLink
+from diloco.sim.network import Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import DeadlockError, VirtualLoop
 from diloco.swarm.node.node import Connect, Node

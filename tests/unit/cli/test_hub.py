@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -145,6 +146,18 @@ def test_an_export_is_uploaded_with_a_card(
     assert all(f"| {row} |" in card for row in rows)
     assert "| held-out loss | 1.2500 nats per token, at outer step 3 |" in card
     assert capsys.readouterr().out.splitlines()[-1] == f"{online.url}/me/smoke"
+
+
+def test_an_export_appears_with_its_card_or_not_at_all(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "_model_card", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            commands.export.callback(run_dir, tmp_path / "out", None, False, False)
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+    commands.export.callback(run_dir, tmp_path / "out", None, False, False)
+    assert (tmp_path / "out" / "README.md").is_file()
 
 
 def test_nothing_is_uploaded_or_written_when_it_cannot_be(

@@ -56,6 +56,17 @@ def test_a_key_invites_and_its_public_half_is_for_the_run(place: Path, typed: Ty
     assert f"{joins}@FILE (chmod 600 FILE), or {joins}-" in typed.err
 
 
+def test_a_home_that_no_shell_expands_is_the_home(
+    place: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
+    monkeypatch.setenv("HOME", str(place / "home"))
+    (place / "home").mkdir()
+    typed("keygen", "~/run.key")
+    typed("invite", "--key=~/run.key", "--run=mine", "--out=~/link.txt")
+    assert sorted(one.name for one in (place / "home").iterdir()) == ["link.txt", "run.key"]
+    assert not (place / "~").exists()
+
+
 def test_an_invitation_with_an_address_is_the_whole_link(place: Path, typed: Typed) -> None:
     options = ["invite", "--key", "k", "--run", "mine", "--role", "host", "--bind", PEER]
     (place / "address").write_text(ADDRESS + "\n")

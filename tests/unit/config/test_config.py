@@ -69,7 +69,7 @@ HAND_WRITTEN = """{
            "holdout": 0.02, "name": null, "subset": null, "split": "train"},
   "swarm": {"admit": "invited"}
 }"""
-GOLDEN_HASH = "1729b7080374ec07406c0f84ec2c29873e26a8c612fc87b0c4262f90c0136ee3"
+GOLDEN_HASH = "b6016f2683c9f9db36f9696966abeceaeedb643b39ad2a469748a7e96a10248b"
 
 
 def message(*overrides: str, base: Path | None = None) -> str:
@@ -255,6 +255,7 @@ MISTAKES = {
     "run.id=../x": "* is not valid; expected 1 to 64 letters, digits, '.', '_' or '-', the first…",
     "swarm.initial_peers=[/ip4/1.2.3.4/tcp/1]": "* is not valid; expected a list, each an address…",
     "outer.lr": "* is not a setting; write KEY=VALUE or GROUP=CHOICE",
+    "~wandb": "*: no setting can be deleted; set wandb to its default, as --cfg help shows it",
     "outer.lr=1,2": "* is several values; give one value, or a list in brackets: 'outer.lr=[1,2]'",
     "model.config.x=inf": "model.config holds nan or an infinity; use finite numbers",
     "run.key=abc": "…* is not valid; expected 64 hexadecimal digits…",

@@ -60,12 +60,12 @@ def test_other_rows_are_texts_or_say_what_they_lack() -> None:
 
 
 def learned(row: dict[str, Any], tokenizer: ByteTokenizer | HubTokenizer) -> str:
-    sample = encode(parse(row, "text"), tokenizer)
+    [sample] = encode(parse(row, "text"), tokenizer)
     return tokenizer.decode(sample.tokens[sample.learned].tolist())
 
 
 def test_only_answers_are_learned_with_the_token_that_ends_them() -> None:
-    sample = encode(Chat(ASKED * 2), ByteTokenizer())
+    [sample] = encode(Chat(ASKED * 2), ByteTokenizer())
     assert bytes(sample.tokens[sample.learned].tolist()) == b"two\n\0two\n\0"
     asked = ByteTokenizer().question("one?").encode()
     assert bytes(sample.tokens.tolist()).startswith(asked + b"two\n")
@@ -84,7 +84,7 @@ def test_a_chat_template_says_what_the_assistant_writes(template: str, tmp_path:
     assert learned({"messages": ASKED * 2}, tokenizer) == "two</s>two</s>"
     assert tokenizer.question("one?") == "<user>one?<assistant>"
     (tmp_path / "chat_template.jinja").write_text(ANEW)
-    with pytest.raises(ValueError, match="marks no answers"):
+    with pytest.raises(ValueError, match="writes messages anew"):
         encode(Chat(ASKED * 2), HubTokenizer(str(tmp_path)))
 
 
@@ -172,6 +172,31 @@ def test_a_mixture_of_conversations_and_text_has_rows_of_one_kind(tmp_path: Path
     rows = dataset.training.read(np.arange(40), "0")
     plain = [row for row in rows if row[1].tolist() == [2, *[3] * (T - 1)]]
     assert rows.shape == (40, 2, T) and 5 < len(plain) < 35
+
+
+def test_odd_rows_are_left_out_with_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = ['{"messages": []}', '{"messages": [{"role": "ghost", "content": "x"}]}', "[1]", '{"cut']
+    good = [json.dumps({"messages": ASKED})] * 5
+    written(tmp_path, {"c.jsonl": "\n".join([*good, *odd])})
+    settings = config("json", tmp_path / "c.jsonl", format="auto", sequence_length=64, holdout=0)
+    assert "5 documents" in opened(settings).description
+    [line] = caplog.messages
+    assert line.startswith("4 of 9 rows cannot be used, and are left out; the first: data.path: ")
+    assert "c.jsonl: row 6: it has no messages" in line
+
+
+def test_conversations_of_which_nothing_is_learned_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"prompt": "x" * 50, "completion": "y"}
+    rows = [json.dumps(row) for row in (long, {"prompt": "a", "completion": "b"})]
+    written(tmp_path, {"some.jsonl": "\n".join(rows), "none.jsonl": rows[0]})
+    opened(config("json", tmp_path / "some.jsonl", format="auto", holdout=0))
+    assert "of 1 of 2 conversations nothing is learned" in caplog.text
+    with pytest.raises(DataError, match=r"data.format: of 1 of 1 conv.* data.sequence_length=16 t"):
+        opened(config("json", tmp_path / "none.jsonl", format="auto", holdout=0))
 
 
 @pytest.mark.parametrize(

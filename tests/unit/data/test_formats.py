@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from hypothesis import example, given, settings
@@ -241,6 +242,46 @@ def test_what_is_wrong_with_json_has_its_row(content: str | bytes, message: str)
             read(content.encode() if isinstance(content, str) else content, "json")
 
     assert message in error_text(DataError, load)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ['{"body": NaN}', '{"body": 7}', '{"body": ["a"]}', '{"body": "cut', '{"body": "a",}', "[1]"],
+)
+def test_one_odd_row_is_left_out_with_a_line(
+    odd: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = written(tmp_path, {"rows.jsonl": GOOD * 9 + odd + "\n" + GOOD * 9}) / "rows.jsonl"
+    assert len([*documents(config("json", file, field="body"))]) == 18
+    assert "1 of 19 rows cannot be used, and are left out; the first: " in caplog.text
+    assert "row 10" in caplog.text and "rows.jsonl" in caplog.text
+    file.write_text(GOOD * 2 + f"{odd}\n" * 3)
+    assert "row 3" in error_text(
+        DataError, lambda: [*documents(config("json", file, field="body"))]
+    )
+
+
+def test_odd_rows_of_csv_and_of_bytes_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rows.csv").write_bytes(b"text\ngood\ncaf\xe9\nfine\n")
+    table = pyarrow.table({"text": [b"good", b"caf\xe9", b"fine", None]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for kind in ("csv", "parquet"):
+        found = [*documents(config("json", tmp_path / f"rows.{kind}"))]
+        assert found == [b"good", b"fine"]
+    assert caplog.text.count("rows cannot be used") == 2
+
+
+def test_a_folder_of_another_format_with_fields_is_read(tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(9)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for source in ("json", "parquet"):
+        found = [*documents(config(source, tmp_path / "saved"))]
+        assert found == [row["text"].encode() for row in rows]
+    written(tmp_path / "saved", {"more.csv": "text\na\n"})
+    with pytest.raises(DataError, match="files in it, but 4 others"):
+        [*documents(config("parquet", tmp_path / "saved"))]
 
 
 def test_a_file_may_be_larger_than_memory() -> None:

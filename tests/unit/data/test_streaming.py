@@ -251,6 +251,39 @@ def test_a_connection_that_stays_broken_is_one_line(tmp_path: Path) -> None:
     assert opened.open.call_count == 7
 
 
+@pytest.mark.parametrize("fault", ["rows", "file"])
+def test_a_stream_passes_what_cannot_be_read(
+    fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = "".join(json.dumps({"text": text.decode()}) + "\n" for text in sorted(ROWS)).encode()
+    late = b'{"text": NaN}\n{"text": "the download ended he'
+    files: dict[str, str | bytes] = {"train-0.jsonl": rows + late * (fault == "rows")}
+    if fault == "file":
+        files["train-1.jsonl.gz"] = gzip.compress(rows)[:-9]
+    written(tmp_path, files)
+    stream = data.load(config("hub", name=str(tmp_path), holdout=0), seed=3).batches(4)
+    seen = b"".join(bytes(row) for row in rows_of(stream, 100))
+    assert {*seen.split(b"\0")} >= ROWS
+    said, name = "rows cannot be used, and are left out; the first", "row 121 of"
+    if fault == "file":
+        said, name = (
+            "its rows are left out: Truncated compressed",
+            "train-1.jsonl.gz: from row 1 on",
+        )
+    assert said in caplog.text and name in caplog.text
+    again = data.load(config("hub", name=str(tmp_path), holdout=0), seed=3).batches(4)
+    again.restore(through_json(stream.state()))
+    assert rows_of(again, 9) == rows_of(stream, 9), "the same command goes on"
+
+
+def test_a_fault_of_a_stream_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = data.load(config("hub", name=str(hub_directory(tmp_path))), seed=3).batches(4)
+    monkeypatch.setattr(streaming, "encode", Mock(side_effect=DataError("row 7 of it")))
+    for _ in range(2):  # the thread that reads ahead meets it first
+        with pytest.raises(DataError, match="row 7 of it"):
+            next(stream)
+
+
 def test_a_stream_of_held_out_documents_only_says_so(tmp_path: Path) -> None:
     written(tmp_path, {"train.jsonl": '{"text": "18"}\n{"text": "29"}\n'})
     opened: Any = data.load(config("hub", name=str(tmp_path), holdout=0.1), seed=0)

@@ -82,6 +82,21 @@ def test_what_holds_no_ids_is_named(name: str, more: str, said: str, tmp_path: P
         load(tmp_path / name, *([more] if more else []))
 
 
+@pytest.mark.parametrize("kind", ["llmc", "litdata"])
+def test_a_header_is_no_ids(kind: str, tmp_path: Path) -> None:
+    ids, dtype = IDS.astype(np.uint32 if kind == "llmc" else np.uint16), "uint32"
+    head = np.zeros(256, np.int32)
+    head[:3] = 20240801, 7, len(IDS)
+    if kind == "litdata":  # how many texts, and where each begins
+        dtype, head = "uint16", np.array([2, 16, 16 + 3000, 16 + ids.nbytes], np.int32)
+    (tmp_path / "ids.bin").write_bytes(head.tobytes() + ids.tobytes())
+    found = load(tmp_path / "ids.bin", f"data.dtype={dtype}", "data.holdout=0")
+    assert found.training.rows.flatten().tolist() == IDS.tolist()
+    if kind == "llmc":
+        with pytest.raises(DataError, match="header says that the ids are uint32"):
+            load(tmp_path / "ids.bin")
+
+
 def test_a_mixture_takes_no_ids() -> None:
     with pytest.raises(ConfigError, match="cannot be a part of a mixture"):
         compose(["data=mixture", "data.mixture=[{name: a, source: tokens, weight: 1}]"])

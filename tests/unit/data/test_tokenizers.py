@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco import model as models
 from diloco.config import ModelConfig
 from diloco.data.packing import Packer
-from diloco.data.tokenizers import HubTokenizer
+from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import ConfigError, DataError
 from tests.support.data import written
 from tests.support.errors import error_text
@@ -86,6 +86,50 @@ def test_a_prompt_with_an_id_that_the_model_does_not_have_is_one_line(tmp_path: 
     why = "^prompt: the tokenizer makes the id 900 of 'b', and the model's vocab"
     with pytest.raises(ConfigError, match=why):
         generate(model, tokenizer, "ab", max_new_tokens=2, temperature=0)
+
+
+def test_a_text_begins_as_its_tokenizer_says(tmp_path: Path) -> None:
+    from diloco.data.conversations import encode
+    from diloco.train.evaluate import prompt_tokens
+
+    place = Path(tokenizer_of(tmp_path, {"a": 3, "b": 5, "<s>": 7}, 6, added={"<s>": 7}))
+    pipeline = json.loads((place / "tokenizer.json").read_text())
+    begin, text = (
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    pipeline["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, text],
+        "pair": [begin, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [7], "tokens": ["<s>"]}},
+    }
+    (place / "tokenizer.json").write_text(json.dumps(pipeline))
+    tokenizer = HubTokenizer(str(place))
+    assert tokenizer.begin == [7] and ByteTokenizer().begin == []
+    packer = Packer(1, tokenizer)
+    for tokens in tokenizer.encode([b"ab", b"b"]):
+        packer.add(tokens)
+    assert packer.take(7).flatten().tolist() == [7, 3, 5, 6, 7, 5, 6]
+    model = small_model(vocab_size=256)
+    assert prompt_tokens(model, tokenizer, "ab", 1) == [7, 3, 5]
+    assert prompt_tokens(model, tokenizer, "<s>ab", 1) == [7, 3, 5], "as a chat template writes it"
+    [pair] = encode(("a", "b"), tokenizer)
+    assert (pair.tokens.tolist(), pair.learned.tolist()) == ([7, 3, 5, 6], [False] * 2 + [True] * 2)
+    models.save(model, tmp_path / "model", tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        saved = json.loads((tmp_path / "model" / name).read_text())
+        assert (saved["bos_token_id"], saved["eos_token_id"]) == (7, 6), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_5", "gemma"])
+def test_a_tokenizer_beside_any_config_is_its_own(kind: str, tmp_path: Path) -> None:
+    place = Path(tokenizer_of(tmp_path, {"a": 3, "b": 5}, 2))
+    own = HubTokenizer(str(place))
+    (place / "config.json").write_text(json.dumps({"model_type": kind}))
+    beside = HubTokenizer(str(place))
+    assert beside.encode([b"abba"])[0].tolist() == own.encode([b"abba"])[0].tolist()
+    assert (beside.end, beside.vocab_size) == (own.end, own.vocab_size)
 
 
 NO_TOKENIZER = "is no tokenizer that transformers can load"

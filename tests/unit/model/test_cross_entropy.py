@@ -151,10 +151,39 @@ def test_models_that_change_their_logits_keep_them_whole(
 
 OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MAMBA = {"state_size": 8, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LFM2 = {**HEADS, "layer_types": ["conv", "full_attention"]}
+JAMBA = {
+    **HEADS,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "use_mamba_kernels": False,
+}
+SIZES = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 16}
+FALCON_H1 = {**HEADS, **SIZES, "mamba_n_groups": 1}
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("model_type", "config"), [("opt", OPT), ("mamba", MAMBA)])
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("opt", OPT),
+        ("mamba", MAMBA),
+        # with their small first weights, too, with which little goes from one to the other
+        ("lfm2", LFM2),
+        ("jamba", JAMBA),
+        ("falcon_h1", FALCON_H1),
+    ],
+)
 def test_a_model_in_which_packed_conversations_see_each_other_is_refused(
     model_type: str, config: Any, bf16: bool
 ) -> None:

@@ -129,7 +129,7 @@ def test_saving_replaces_an_older_model_whole_or_not_at_all(
 ) -> None:
     place, other = tmp_path / "model", models.build(settings(), 1)
     full = OSError(28, "No space left on device")
-    full_disk: Any = SimpleNamespace(end=0, save=Mock(side_effect=full))
+    full_disk: Any = SimpleNamespace(begin=[], end=0, save=Mock(side_effect=full))
     models.save(other, place)
     (place / "stale.txt").write_text("from the older model")
     models.save(small, place)
@@ -215,7 +215,7 @@ def test_numbers_that_no_model_has_are_refused(
     saved: Path, small: nn.Module, tmp_path: Path
 ) -> None:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        most = f"^model.config.{name}: 1000000000 is more than 16777216"
+        most = f"^model.config.{name}: 1000000000 is more than 33554432"
         with pytest.raises(ConfigError, match=most):
             models.config_of(settings(**{name: 10**9}))
     shutil.copytree(saved, tmp_path / "model")
@@ -298,3 +298,144 @@ def test_an_adapter_is_merged_or_written_as_peft_reads_it(tmp_path: Path) -> Non
 def test_layers_that_are_not_there_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"adapter_targets=q_poj: .*'q_poj'.*; name layers"):
         adapted(adapter_targets=("q_poj",))
+
+
+@pytest.mark.parametrize(
+    "target", ["embed_tokens", "lm_head", pytest.param("q_proj", id="not tied itself")]
+)
+def test_no_adapter_goes_on_a_weight_that_two_layers_share(target: str) -> None:
+    """Merged into it, it would change both."""
+    tied = ModelConfig(
+        name="small",
+        config={**ONE_LAYER, "tie_word_embeddings": True},
+        adapter="lora",
+        adapter_targets=(target, "v_proj"),
+    )
+    if target == "q_proj":
+        assert models.has_adapter(models.build(tied, 0))
+        return
+    said = error_text(ConfigError, models.build, tied, 0)
+    assert f"{target} shares its weight with another layer" in said
+
+
+EXPERTS = {**ONE_LAYER, "num_local_experts": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "config"),
+    [
+        ("llama", ("embed_tokens", "lm_head", "q_proj"), ONE_LAYER),
+        ("mixtral", ("all-linear",), EXPERTS),
+    ],
+)
+def test_an_adapter_on_any_layer_merges_into_the_model_that_it_was(
+    model_type: str, targets: tuple[str, ...], config: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    values: Any = {"adapter": "lora", "adapter_targets": targets, "adapter_rank": 2}
+    model = models.build(
+        ModelConfig(name="small", model_type=model_type, config=config, **values), 0
+    ).eval()
+    for number, parameter in enumerate(trained(model).values()):
+        generator = torch.Generator().manual_seed(number)
+        parameter.data.normal_(0, 0.2, generator=generator)
+    with torch.no_grad():
+        before: Any = model(ROWS).logits
+        models.save(model, tmp_path / "adapter")
+        written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        models.merge_adapter_(model)
+        assert torch.allclose(model(ROWS).logits, before, rtol=1e-4, atol=1e-5)
+    assert all("lora_" in name for name in written), "and no embedding table"
+    models.save(model, tmp_path / "merged")
+    assert equal(models.load(tmp_path / "merged"), model)
+
+
+def test_experts_with_dropout_are_refused_with_a_remedy_that_works() -> None:
+    values: Any = {"adapter": "lora", "adapter_targets": ("all-linear",), "adapter_dropout": 0.1}
+    mixed = ModelConfig(name="small", model_type="mixtral", config=EXPERTS, **values)
+    assert "; set model.adapter_dropout=0, or" in error_text(ConfigError, models.build, mixed, 0)
+    models.build(mixed.model_copy(update={"adapter_dropout": 0.0}), 0)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "with its base's config"])
+def test_the_directory_of_an_adapter_is_refused_with_its_base(
+    saved: Path, tmp_path: Path, beside: bool
+) -> None:
+    models.save(adapted(), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "base_model_name_or_path": "org/base\x1b[2J"}))
+    if beside:
+        shutil.copy(saved / "config.json", tmp_path / "adapter")
+    for what in ("none", "lora"):
+        chosen = ModelConfig(name="small", path=str(tmp_path / "adapter"), adapter=what)
+        said = error_text(CheckpointError, models.build, chosen, 0)
+        assert "adapter is an adapter of org/base [2J; merge it into that one (diloco exp" in said
+
+
+def test_a_multimodal_model_ends_texts_in_its_language_part(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    layers: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    text = {**layers, "vocab_size": 256, "num_attention_heads": 2, "head_dim": 8}
+    vision = {**layers, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    marks = {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62}
+    config = Gemma3Config(
+        text_config={**text, "num_key_value_heads": 1},
+        vision_config=vision,
+        mm_tokens_per_image=1,
+        **marks,
+    )
+    model: Any = Gemma3ForConditionalGeneration(config)
+    models.save(model, tmp_path / "model", ByteTokenizer())
+    loaded = models.load(tmp_path / "model")
+    assert type(loaded) is type(model) and equal(loaded, model)
+    assert loaded.config.text_config.eos_token_id == loaded.generation_config.eos_token_id == 0
+
+
+def test_what_a_killed_process_left_beside_a_model_goes(small: nn.Module, tmp_path: Path) -> None:
+    left, other = tmp_path / ".model-0123abcd", tmp_path / ".model-of-mine"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "config.json").touch()
+    models.save(small, tmp_path / "model")
+    assert other.exists() and not left.exists()
+
+
+BERT: dict[str, Any] = {**ONE_LAYER, "hidden_dropout_prob": 0.0}
+
+
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path: Path) -> None:
+    """An encoder with a head is one of `AutoModelForCausalLM`, and transformers only warns."""
+    remedy = "sees the tokens that it is to predict; set is_decoder=true"
+    encoder = ModelConfig(name="small", model_type="bert", config=BERT)
+    assert remedy in error_text(ConfigError, models.build, encoder, 0)
+    decoder = encoder.model_copy(update={"config": {**BERT, "is_decoder": True}})
+    models.save(models.build(decoder, 0), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "is_decoder": False}))
+    saved_one = ModelConfig(name="small", path=str(tmp_path / "model"))
+    assert remedy in error_text(ConfigError, models.build, saved_one, 0)
+
+
+def test_a_model_that_counts_positions_from_its_padding_is_saved_as_it_is(tmp_path: Path) -> None:
+    config = {**BERT, "is_decoder": True, "type_vocab_size": 1}
+    model = models.build(ModelConfig(name="small", model_type="roberta", config=config), 0).eval()
+    tokens = ROWS + 5 - (ROWS > 250).long() * 10
+    with torch.no_grad():
+        before: Any = model(input_ids=tokens).logits
+        models.save(model, tmp_path / "model", ByteTokenizer())
+        again: Any = models.load(tmp_path / "model")(input_ids=tokens).logits
+    assert torch.equal(before, again)
+
+
+def test_an_infinity_that_is_the_default_of_a_config_need_not_be_said() -> None:
+    shape = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8}
+    config = {**shape, "head_dim": 8, "state_size": 8, "n_groups": 1}
+    model = models.build(ModelConfig(name="small", model_type="mamba2", config=config), 0)
+    recipe = models.recipe_of(model)
+    json.dumps(recipe, allow_nan=False)
+    del recipe["generation"]
+    again = models.config_of(ModelConfig(name="small", **recipe))
+    assert again.time_step_limit == model.config.time_step_limit

@@ -245,6 +245,7 @@ class FakeWandb:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: str = "") -> None:
         self.fail, self.finished = fail, False
         self.arguments, self.logged = dict[str, Any](), list[dict[str, Any]]()
+        monkeypatch.delenv("WANDB_MODE", raising=False)
         module = types.ModuleType("wandb")
         vars(module).update(init=self.init, Settings=lambda **options: options, Table=self.table)
         monkeypatch.setitem(sys.modules, "wandb", module)
@@ -287,6 +288,14 @@ def test_wandb_gets_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     told = {"group": "my.run", "id": "my-run-p0", "resume": "allow", "mode": "offline"}
     assert run.arguments.items() >= told.items()
     assert run.arguments["settings"]["console"] == "off"  # stdout belongs to the supervisor's lines
+
+
+def test_the_mode_of_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no network, a cluster's profile says offline; wandb reads it itself."""
+    run = FakeWandb(monkeypatch)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb_log(tmp_path, mode="online")
+    assert run.arguments["mode"] is None
 
 
 def test_the_aggregated_form_logs_the_swarm(

@@ -38,7 +38,9 @@ def test_curves_are_per_peer_over_the_swarm_clock() -> None:
     ]
     training = training_curves(records)
     assert list(training) == ["p0", "p1"]
-    assert training["p0"] == Curve([20, 60, 100, 140], [4.0, 3.0, 2.0, 1.0])
+    assert training["p0"] == Curve([0, 40, 80, 120], [4.0, 3.0, 2.0, 1.0])
+    ends = [train("p0", 4 * round_, 256 * round_, 5.0) for round_ in (1, 2, 3)]
+    assert training_curves(ends)["p0"].x == [256, 512, 768], "as far as the held-out loss"
     assert evaluated(records) == [(0, 5.0), (80, 4.0)]
 
 

@@ -10,7 +10,8 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco.sim.events import SimEvent, parse, starters
-from diloco.sim.network import PIECE_BYTES, Network, PeerLink, SimTransport
+from diloco.sim.link import PIECE_BYTES, PeerLink
+from diloco.sim.network import Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.wire.streams import PeerStream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Transport

@@ -111,6 +111,12 @@ def test_sampling_depends_on_its_seed_alone(small: nn.Module) -> None:
     assert isinstance(generate(small, BYTES, "", max_new_tokens=4, temperature=0.8), str)
 
 
+def test_without_a_number_there_are_as_many_tokens_as_positions() -> None:
+    model, prompt = small_model(), "x" * 60  # of 64
+    four = generate(model, BYTES, prompt, max_new_tokens=4, temperature=0)
+    assert generate(model, BYTES, prompt, max_new_tokens=None, temperature=0) == four
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -122,7 +128,7 @@ def test_sampling_depends_on_its_seed_alone(small: nn.Module) -> None:
 def test_arguments_that_cannot_be_used_are_one_line(
     small: nn.Module, values: dict[str, Any], message: str
 ) -> None:
-    values = {"max_new_tokens": 200, "temperature": 0.8, **values}
+    values = {"max_new_tokens": None, "temperature": 0.8, **values}
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         generate(small, BYTES, "0123456789", **values)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,44 @@
+"""How long things may take, by the pace of this run: steps, sizes and rates as they were measured.
+
+The constants under these are about a process that answers or not: the same run a hundred times
+slower merges the same contributions. Sans-IO; seconds.
+"""
+
+from __future__ import annotations
+
+from diloco.core.facts import Facts, FragmentState
+from diloco.core.members import STALL_STEPS
+
+
+def round_s(core: Facts, f: FragmentState) -> float:
+    """Between two versions of a fragment; at least a cycle of inner steps here, and sending what
+    was learned in it."""
+    times = sorted(f.adopted_at.values())
+    versions_s = (times[-1] - times[0]) / max(1, len(times) - 1)
+    cycle_s = core.cycle / core.steps_per_s if core.steps_per_s else 0.0
+    return max(versions_s, cycle_s + f.sent_s)
+
+
+def patience_s(core: Facts, f: FragmentState) -> float:
+    """How long an author may have a contribution without a version: four rounds at least."""
+    return max(core.settings.stuck_s, 4 * round_s(core, f))
+
+
+def deadline_s(core: Facts, f: FragmentState) -> float:
+    """In which the first bytes of an answer come: on thin links they queue behind others."""
+    return max(core.settings.deadline_s, round_s(core, f) / 8)
+
+
+def first_step_s(core: Facts) -> float:
+    """How long a first step may take: where the others' take longer, ten of theirs."""
+    paces = [core.steps_per_s, *(member.status.steps_per_s for member in core.members.all())]
+    fastest = max(paces, default=0.0)
+    return max(core.settings.first_step_s, STALL_STEPS / fastest if fastest else 0.0)
+
+
+def is_stalled(core: Facts, f: FragmentState) -> bool:
+    """Whether this peer makes no progress, as `Member.stalled` says of others."""
+    pace = core.steps_per_s
+    limit_s = max(core.settings.stall_s, STALL_STEPS / pace) if pace else first_step_s(core)
+    limit_s = max(limit_s, round_s(core, f) if core.waits else 0.0)
+    return not core.pauses and core.now - core.progress_at > limit_s

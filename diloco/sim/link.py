@@ -1,0 +1,26 @@
+"""A peer's access to the simulated network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# on their way at a time: at most, at least, and what a link sends in so long
+PIECE_BYTES, LEAST_BYTES, PIECE_S = 64 * 1024, 64, 0.1
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """One peer's access: bytes per second (None is without limit), and its `latency_s`.
+
+    A byte takes the mean of the two ends' `latency_s` from one to the other.
+    """
+
+    up: float | None = None
+    down: float | None = None
+    latency_s: float = 0.0
+
+
+def piece_bytes(*rates: float | None) -> int:
+    """Bytes that links with these rates take at a time: thin ones few, as streams take turns."""
+    slowest = min([rate for rate in rates if rate is not None], default=PIECE_BYTES / PIECE_S)
+    return max(LEAST_BYTES, min(PIECE_BYTES, int(slowest * PIECE_S)))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import codecs
 import io
 import math
+import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TextIO
 
 _UNITS = "kMGT"
 _NUMBER = r"\d{1,30}\.?\d{0,30}(?:e[+-]?\d\d?)?|\.\d{1,30}"
@@ -36,6 +38,37 @@ def speak_plainly() -> None:
                 stream.reconfigure(errors="plain")
 
 
+class LastingStream:
+    """A stream whose terminal, or reader, may go away; what nobody can read goes nowhere then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, work: Callable[..., object], *arguments: object) -> None:
+        try:
+            work(*arguments)
+        except OSError:
+            with suppress(OSError):  # what is buffered goes there, too, and what others write
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlast_terminal() -> None:
+    """From now on nothing fails because nobody can read what is written to the terminal."""
+    for name in ("stdout", "stderr"):
+        if not isinstance(stream := getattr(sys, name), LastingStream):
+            setattr(sys, name, LastingStream(stream))
+
+
 def _plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
@@ -43,9 +76,14 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     return "".join(_ASCII.get(one, one if one.isascii() else "?") for one in shown), error.end
 
 
+def expanded(path: str | Path) -> Path:
+    """The path that a shell makes of `~`; none does behind `key=`, in YAML and in Python."""
+    return Path(os.path.expanduser(path))
+
+
 def small_text(path: Path, most_bytes: int = 1 << 16) -> str:
     """The text of a small file; raises OSError."""
-    with path.open("rb") as file:
+    with expanded(path).open("rb") as file:
         return decoded(file.read(most_bytes))
 
 

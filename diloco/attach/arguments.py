@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach.parameters import class_name, frozen_digest
+from diloco.attach.ranks import RankGroup
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
 from diloco.config.address import address_error
 from diloco.config.compose import outer_preset
@@ -44,6 +46,7 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for, observer_gate
 from diloco.swarm.wire.identity import identity_number, own_id
 from diloco.swarm.wire.libp2p import check_free
+from diloco.text import expanded
 
 COME_BACK_S = 30.0  # in which the peer at the given address may come back, too
 NAMED = 16  # addresses of other peers that are remembered
@@ -105,7 +108,12 @@ def network_of(
     for name in ("initial_peers", "listen", "announce"):
         if name in said:
             texts = [said[name]] if isinstance(said[name], str) else said[name] or ()
-            said[name] = tuple(dict.fromkeys(text for text in texts if text != ""))
+            said[name] = tuple(dict.fromkeys(texts))
+    if "" in said.get("initial_peers", ()):
+        raise ConfigError(
+            "address is empty (a variable that is not set?); give the address of a peer, or leave"
+            " it out to start a swarm"
+        )
     if said.get("key_path") is not None:
         said["key_path"] = str(said["key_path"])
     with as_typed():
@@ -167,6 +175,7 @@ class PeerArguments:
         network: as given, and then with the addresses of last time.
         run: what the run is on the wire, on rank 0, once there are options.
         sequences: names those that have numbers which all peers share (see `Hello`).
+        outer_steps: how many a trainer plans, or 0.
         patience_s: for how long it calls peers that may come back, too.
         alone_s: after which it trains though fewer than `min_peers` came back.
     """
@@ -188,7 +197,7 @@ class PeerArguments:
         if self._key is None and (network.token or network.key_path):
             with as_typed(self.typed):
                 self._key = gate_for(run_id, None, network.token, network.key_path).run_key
-        self.identity = None if identity in (None, "") else Path(str(identity))
+        self.identity = None if identity in (None, "") else expanded(identity)
         # without a file, the run's next peer in this process takes over the key
         self._free_keys = [] if runtime is not None else _free_keys[run_id]
         self._made_key: Path | None = None  # its directory
@@ -196,6 +205,7 @@ class PeerArguments:
         self._of_program: dict[str, Any] = {}  # what else the node is told
         self.run: RunSpec | None = None
         self.sequences = ""
+        self.outer_steps = 0  # that a trainer plans
         self.patience_s = self.alone_s = 0.0
 
     def use_files(self, config: Config) -> None:
@@ -215,17 +225,26 @@ class PeerArguments:
             free, called = self._free_keys, "".join(self.network.initial_peers)
             if not free or own_id(free[-1] / "identity.key") in called:  # it cannot join itself
                 free.append(Path(mkdtemp(prefix="diloco-")))
-                atexit.register(rmtree, free[-1], ignore_errors=True)
+                atexit.register(_remove, free[-1], os.getpid())
             self._made_key = free.pop()
         return self._made_key / "identity.key"
 
-    def seed(self) -> int:
-        """A number that follows from the key (32 bits)."""
+    def seed(self, begin: int) -> int:
+        """A number (32 bits) that follows from the key, and from the step at which one begins."""
         file = self.key_file()
         if self.runtime is not None:  # a simulation makes no file
-            return int.from_bytes(sha256(str(file).encode()).digest()[:6], "big") % 2**32
-        with as_typed(self.typed):
-            return identity_number(file) % 2**32
+            number = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")
+        else:
+            with as_typed(self.typed):
+                number = identity_number(file)
+        if begin:
+            number = int.from_bytes(sha256(f"{number} {begin}".encode()).digest()[:6], "big")
+        return number % 2**32
+
+    def position_file(self) -> Path | None:
+        """Of rank 0, where it keeps how far it has read; None without a key that is kept."""
+        file = self.identity if self.runtime is None and RankGroup.rank_and_size()[0] == 0 else None
+        return file and file.with_name(f"{file.name}.position")
 
     def put_key_into(self, checkpoints: Path) -> None:
         """The key is with the checkpoints, unless it has a place; `ConfigError` if it is in use."""
@@ -260,7 +279,7 @@ class PeerArguments:
             plan, admit = planned(manifest), manifest.swarm.admit
         else:
             run = self._run_of(outer, parameters, model)
-            plan, admit = [0, 0, outer.rounds or 0], self.network.admit
+            plan, admit = [self.outer_steps, 0, outer.rounds or 0], self.network.admit
         self.run = run
         if self.runtime is None:  # in a simulation, wires are in memory
             self._come_back(identity, saved, on_event)
@@ -305,6 +324,11 @@ class PeerArguments:
         if self.runtime is None and self.run is not None:
             others = node.core.others_at()
             remember(self.key_file(), self.run.manifest_hash, node.addresses, others)
+
+
+def _remove(directory: Path, process: int) -> None:
+    if os.getpid() == process:  # and not one that was forked from it
+        rmtree(directory, ignore_errors=True)
 
 
 def known_by(identity: Path, run: str | None = None) -> tuple[list[str], list[str]]:

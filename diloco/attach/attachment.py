@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from diloco.attach.devices import default_modes
 from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
 from diloco.attach.optimizer import InnerStateTransfer, snapshot
 from diloco.attach.parameters import TrainedParams, restored_after
-from diloco.attach.program import Program, leave
+from diloco.attach.program import Action, Phase, Program, leave
 from diloco.attach.ranks import RankGroup
-from diloco.attach.schedulers import Schedulers, StepHooks, swarm_steps
+from diloco.attach.schedulers import NotEntered, Schedulers, StepHooks, swarm_steps
 from diloco.config import OuterConfig
 from diloco.errors import DivergedError
 from diloco.outer.fragments import Fragment, partition
@@ -31,29 +30,6 @@ from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.malloc import trim_heap
 
 __all__ = ["Attachment"]
-
-
-class Phase(Enum):
-    """Where a peer is between `attach` and its end."""
-
-    NEW = auto()
-    WARMUP = auto()  # its first cycle, without a state of the inner optimizer, is left out
-    TRAINING = auto()
-    PAUSED = auto()  # it evaluates or saves, and the others wait
-    LEFT = auto()
-    FINISHED = auto()  # it has left, and the parameters are the last anchor
-
-
-RUNNING = (Phase.WARMUP, Phase.TRAINING, Phase.PAUSED)
-
-
-class Action(Enum):
-    """What comes between two inner steps."""
-
-    TRAIN = auto()
-    EXCHANGE = auto()
-    TAKE_PART = auto()  # after the warm-up
-    STOP = auto()
 
 
 Exchange = Callable[[Node], Coroutine[Any, Any, ExchangeResult | None]]
@@ -99,11 +75,12 @@ class Attachment:
         self.exchanged, self.interrupted, self.ended_by = False, False, 0
         self.stop_asked: int | None = None  # by a signal of that number, or 0
         self._phase, self._in_block = Phase.NEW, True  # a `with` block ends it
+        self._is_kept = False  # the model, as the loop has left it
         self._link = NodeLink(ranks, runtime, phases)
         self._optimizer, self._options, self._program = optimizer, options, program
-        self._hook: Any = None
+        self._hook: NotEntered | StepHooks = NotEntered(optimizer)
         self._progress = Progress(phases, runtime.clock)
-        self._inner_state = InnerStateTransfer(optimizer, ranks, program.on_event)
+        self._inner_state = InnerStateTransfer(optimizer, parameters, ranks, program.on_event)
         self.counted_tokens = self._sequences_per_round = 0
 
     @property
@@ -126,11 +103,11 @@ class Attachment:
 
     def close(self, kind: type[BaseException] | None = None) -> None:
         """Leave as at the end of a `with` block, which that error ended. Can be called twice."""
-        self.__exit__(kind) if self._phase in RUNNING else self.drop_out()
+        self.__exit__(kind) if self._phase.runs else self.drop_out()
 
     @default_modes
     def __enter__(self) -> Attachment:
-        if self._phase in RUNNING:  # opened already
+        if self._phase.runs:  # opened already
             return self
         try:
             with self._program.joining(), self.phases.during("wait"):
@@ -139,6 +116,7 @@ class Attachment:
         except BaseException:
             self.drop_out()
             raise
+        self._hook.remove()
         self._hook = StepHooks(self._optimizer, self._before_step, self._stepped)
         self._phase = Phase.WARMUP if warms_up else Phase.TRAINING
         self.phases.switch("compute")
@@ -148,9 +126,8 @@ class Attachment:
 
     @default_modes
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._phase not in RUNNING:  # closed already
+        if not self._phase.runs:  # closed already
             return
-        self._hook.remove()
         finished, self._phase = kind is None and not self.interrupted, Phase.LEFT
         try:
             if finished:
@@ -163,13 +140,21 @@ class Attachment:
                 self._link.call(lambda node: node.leave(finished))
             if finished:
                 self._phase = Phase.FINISHED
-                self._link.run_with_parameters(lambda node: node.load_anchors())
+                self._load_anchors()
                 if self.node is not None:
                     self.version, self.applied_tokens = self.node.clock()
                     self.discarded_tokens = self.node.core.discarded()
             self._program.on_end(finished)
         finally:
             self.drop_out()
+
+    def _load_anchors(self) -> None:
+        """All ranks: the model is the swarm's, unless the loop has put something else into it."""
+        self._is_kept = bool(*self.ranks.broadcast_floats([self.parameters.are_written()]))
+        with restored_after(self.parameters) if self._is_kept else nullcontext():
+            self._link.run_with_parameters(lambda node: node.load_anchors())
+        if self._is_kept:
+            self._program.on_event("model_kept", {})
 
     def _connect(self) -> None:
         """All ranks: connect to the swarm."""
@@ -193,7 +178,7 @@ class Attachment:
 
     def _snapshot(self) -> InnerState | None:
         """For a joiner, called in other threads; before the first step there is none."""
-        return snapshot(self._optimizer) if self.steps else None
+        return snapshot(self._optimizer, self.parameters) if self.steps else None
 
     def _begin(self) -> bool:
         """All ranks: adopt the swarm's anchor; whether the first cycle is left out."""
@@ -208,6 +193,7 @@ class Attachment:
         if begun.fetched:
             self._inner_state.take_over_(state)
         self.parameters.remember()
+        self.parameters.step_done()
         self._progress.begin_run(self.steps)
         return bool(begun.cold)
 
@@ -233,10 +219,18 @@ class Attachment:
     def drop_out(self) -> None:
         """Leave the swarm without a goodbye, unless that was said before: after a failure."""
         atexit.unregister(self.drop_out)
-        if self._phase in RUNNING:
+        self._hook.remove()
+        if self._phase.runs:
             self._phase = Phase.LEFT
             self._program.on_end(False)
         self._link.close()
+
+    def forget(self) -> None:
+        """In a process that was forked from this one, which is no peer."""
+        self._phase = Phase.LEFT
+        if self.view is not None:
+            self.view.closed = True
+        self.drop_out()
 
     def interrupt(self, number: int = 0) -> None:
         """Stop waiting for the swarm; a signal's handler may call it, with the number."""
@@ -272,11 +266,13 @@ class Attachment:
     @default_modes
     def _before_step(self) -> None:
         self.parameters.check_kept()
+        self.parameters.step_begins(self.inner_step == 0)
         self.schedulers.step_to(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
         with self._program.exchanging():
             self._after_step()
+        self.parameters.step_done()
         self._end_loop()
 
     @default_modes
@@ -310,10 +306,12 @@ class Attachment:
 
     def _exchange(self, exchange: Exchange) -> None:
         """Send what is due, and go on from what is new."""
+        assert isinstance(self._hook, StepHooks)
         self._hook.free_gradients()  # their memory is what the exchange needs at its peak
         with self.phases.during("comm"):
             trim_heap()  # where gradients were, there is room now
             self._adopt(exchange)
+        self._program.on_exchange()
         self._progress.restart(self.steps)
 
     def _adopt(self, exchange: Exchange) -> None:
@@ -346,20 +344,19 @@ class Attachment:
         self.inner_step, self.target_steps, self.unsent_tokens = cycle
 
     def anchor_digest(self) -> str:
-        """As `NodeHandle.anchor_digest`."""
-        assert self.view is not None
-        return self.view.anchor_digest()
+        """As `NodeHandle.anchor_digest`; "" on ranks > 0, which have no node."""
+        return "" if self.view is None else self.view.anchor_digest()
 
     # -- pauses: it evaluates, or writes a checkpoint, and the others wait -------------------------
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """All ranks: the parameters are the anchor inside, and afterwards what is trained."""
-        if self._phase in (Phase.NEW, Phase.FINISHED):
+        if self._phase is Phase.NEW or (self._phase is Phase.FINISHED and not self._is_kept):
             yield
             return
         with self._paused():
-            if self.outer.lockstep and not self.outer.mixing:
+            if self.outer.lockstep and not (self.outer.mixing or self._is_kept):
                 yield
                 return
             with restored_after(self.parameters):

@@ -6,22 +6,31 @@ stream.
 
 Rendezvous hashing finds the owner of an item: all peers that agree on who is there agree on it
 without talking. When a peer goes, its items, and no others, go to the rest.
+
+A peer notes beside its key how far it has read, and its next session goes on from there.
 """
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, get_worker_info
 
+from diloco.attach.ranks import RankGroup, of_rank0
 from diloco.errors import ConfigError
+from diloco.rundir.files import write_atomic
 
 MOST = 4096  # peers
+SLOTS = 64  # of the loop itself, and of workers of its DataLoader
 WORKERS = 2**48  # numbers of items that one worker of a DataLoader may count
 
 
@@ -54,6 +63,71 @@ def _number(peer: str) -> int:
     return int.from_bytes(sha256(peer.encode()).digest()[:7], "big")
 
 
+class ReadPosition:
+    """How far a peer has read its data; its next session reads it from a file beside the key.
+
+    Where the file is lost, or cannot be written, that session begins at the first row.
+
+    Attributes:
+        steps: the swarm's, at the end of the last session; 0 in the first one.
+        ranks: gives those of this peer, once it has any.
+    """
+
+    def __init__(
+        self, file: Path | None, ranks: Callable[[], RankGroup | None] = lambda: None
+    ) -> None:
+        self._file, self.steps, self._before = file, 0, dict[str, list[int]]()
+        self.ranks = ranks
+        self._rows: dict[str, Tensor] = {}
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half of one
+            found: Any = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
+            self.steps, self._before = int(found["steps"]), dict(found["rows"])
+
+    def rows(self, name: str) -> Tensor:
+        """(SLOTS,) int64, in shared memory: rows of this data that each process has read."""
+        if name not in self._rows:
+            numbers = self._rows[name] = torch.zeros(SLOTS, dtype=torch.int64, device="cpu")
+            for slot, count in enumerate(self._before.get(name, ())[:SLOTS]):
+                numbers[slot] = count
+            numbers.share_memory_()  # type: ignore[no-untyped-call]
+        return self._rows[name]
+
+    def count(self, name: str, is_part: bool) -> int:
+        """Rows read before this session; all ranks ask together, but for each one's part."""
+        size = RankGroup.rank_and_size()[1]
+        if is_part and size > 1:
+            return 0
+        return of_rank0(lambda: sum(self._before.get(name, ())) * size, self.ranks())
+
+    def note(self, steps: int) -> None:
+        """The next session begins here."""
+        rows = {name: numbers.tolist() for name, numbers in self._rows.items()}
+        if self._file is not None:
+            with suppress(OSError):  # no run ends for it
+                write_atomic(self._file, json.dumps({"steps": steps, "rows": self._before | rows}))
+
+
+def _slot() -> int:
+    worker = get_worker_info()
+    return 0 if worker is None else 1 + worker.id % (SLOTS - 1)
+
+
+class _OwnRows(Subset[Any]):
+    """Rows of a dataset in an order of this peer's own, from those on that it has not read yet."""
+
+    def __init__(self, dataset: Any, order: array[int], rows: Tensor, begin: int) -> None:
+        super().__init__(dataset, order[begin:] + order[:begin])
+        self._rows = rows
+
+    def __getitem__(self, index: Any) -> Any:
+        self._rows[_slot()] += len(index) if isinstance(index, list) else 1
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self._rows[_slot()] += len(indices)
+        return super().__getitems__(indices)
+
+
 class _FixedPart(NamedTuple):
     """Every `of`-th item, from `first` on."""
 
@@ -74,24 +148,40 @@ def _is_own(share: Share, item: object, number: int) -> bool:
 
 
 class _SharedStream(IterableDataset[Any]):
-    """This peer's share of a stream, which is read whole and passed on in part."""
+    """This peer's share of a stream, which is read whole and passed on in part.
 
-    def __init__(self, stream: Iterable[Any], share: Share) -> None:
-        self.stream, self._share = stream, share
+    The first pass of a session leaves out what the last session has read.
+    """
+
+    def __init__(self, stream: Iterable[Any], share: Share, rows: Tensor) -> None:
+        self.stream, self._share, self._rows = stream, share, rows
+        self._before = rows.clone().share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
-        items = enumerate(self.stream)
-        return (item for number, item in items if _is_own(self._share, item, number))
+        slot, count = _slot(), 0
+        last, self._before[slot] = int(self._before[slot]), 0
+        for before in dict.fromkeys((last, 0)):
+            for count, item in enumerate(self.stream, 1):
+                if count > before and _is_own(self._share, item, count - 1):
+                    self._rows[slot] = count
+                    yield item
+            self._rows[slot] = 0
+            if count > before:  # else the last session had read all of it
+                return
 
 
 def shard(
     dataset: Any,
-    seed: Callable[[], int],
+    seed: Callable[[bool], int],
     active: Callable[[], ActivePeers],
     index: int | None,
     of: int | None,
+    position: ReadPosition,
 ) -> Any:
-    """As `Swarm.shard`; `seed` and `active` are called where they are needed."""
+    """As `Swarm.shard`; `seed` and `active` are called where they are needed.
+
+    `seed` is told whether a session has one of its own.
+    """
     part = None if index is None or of is None else _FixedPart(index, of)
     if (index, of) != (None, None) and (part is None or not 0 <= part.first < part.of):
         raise ConfigError(
@@ -114,14 +204,18 @@ def shard(
     if indexed and not isinstance(dataset, IterableDataset):
         # its own methods return one of its datasets, which trainers know how to use
         if library == "datasets" and part is None:
-            return dataset.shuffle(seed=seed())
+            return dataset.shuffle(seed=seed(True))
         if library == "datasets" and part is not None:
             return dataset.shard(part.of, part.first)
         if part is not None:
-            return Subset(dataset, range(part.first, len(dataset), part.of))
-        generator = torch.Generator().manual_seed(seed())
-        order = torch.randperm(len(dataset), generator=generator, device="cpu")
-        return Subset(dataset, array("q", order.numpy().tobytes()))
+            order = array("q", range(part.first, len(dataset), part.of))
+        else:
+            generator = torch.Generator().manual_seed(seed(False))
+            drawn = torch.randperm(len(dataset), generator=generator, device="cpu")
+            order = array("q", drawn.numpy().tobytes())
+        name = f"{len(order)} rows"
+        begin = position.count(name, part is not None) % max(len(order), 1)
+        return _OwnRows(dataset, order, position.rows(name), begin)
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(
             f"shard({kind}): it has no __len__ and __getitem__, nor __iter__; give a dataset"
@@ -129,4 +223,4 @@ def shard(
     share = part or active()
     if library == "datasets":
         return dataset.filter(partial(_is_own, share), with_indices=True)
-    return _SharedStream(dataset, share)
+    return _SharedStream(dataset, share, position.rows("stream"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -209,3 +211,30 @@ def restore_random(states: Mapping[str, Tensor]) -> None:
         if its_kind == kind and index.isdigit() and int(index) < count:
             module: Any = torch.get_device_module(kind)
             module.set_rng_state(state, torch.device(place(kind, int(index))))
+
+
+def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of the global generators of torch (accelerators: once in use), Python and numpy."""
+    version, words, gauss = random.getstate()
+    legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
+    twister = legacy.pop("state")
+    tensors = {
+        "torch": torch.get_rng_state(),  # (5056,) uint8
+        "python": torch.tensor(words),  # (625,) int64
+        # (624,) int64, as torch supports little of uint32
+        "numpy": torch.tensor(twister["key"].astype(numpy.int64)),
+        **random_states(),
+    }
+    python = {"version": version, "gauss": gauss}
+    return tensors, {"python": python, "numpy": {**legacy, "position": twister["pos"]}}
+
+
+def restore_rng(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """The inverse of `rng_state`; ignores the state of devices that this machine lacks."""
+    torch.set_rng_state(tensors["torch"])
+    python, legacy = saved["python"], saved["numpy"]
+    random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
+    keys = tensors["numpy"].numpy().astype(numpy.uint32)
+    kept = {key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}
+    numpy.random.set_state({**kept, "state": {"key": keys, "pos": legacy["position"]}})
+    restore_random(tensors)

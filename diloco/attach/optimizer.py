@@ -213,6 +213,8 @@ def kind_of(optimizer: Optimizer) -> str:
 # nobody has any, or the optimizer is another one, it starts cold: its first H inner steps warm the
 # optimizer up. The swarm does not wait for them, and their tokens count as discarded.
 
+Parameters = Mapping[str, Tensor]  # of the model, by name
+NONE: Parameters = {}
 # A donor's moments are copied while it trains, so a first moment may be a step ahead of the second.
 TORN = 2.0
 MOMENTS: dict[type, tuple[str, ...]] = {
@@ -234,9 +236,14 @@ class InnerStateTransfer:
     source: Literal["own", "donor", "cold"] = "own"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ranks: RankGroup, on_event: OnEvent
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Parameters,
+        ranks: RankGroup,
+        on_event: OnEvent,
     ) -> None:
-        self._optimizer, self._ranks, self._on_event = optimizer, ranks, on_event
+        self._optimizer, self._parameters = optimizer, parameters
+        self._ranks, self._on_event = ranks, on_event
 
     def set_source(self, setting: Literal["donor", "cold"], is_saved: bool) -> None:
         """A saved peer has its own state, unless it was saved before the first step."""
@@ -251,7 +258,7 @@ class InnerStateTransfer:
             return None, False
         why = "swarm.inner_state=cold"
         if self.source == "donor":
-            layout = layout_of(self._optimizer)
+            layout = layout_of(self._optimizer, self._parameters)
             if layout is not None and not layout.names:
                 return None, False
             state = None if layout is None else runtime.call(node.fetch_inner(layout))
@@ -264,15 +271,15 @@ class InnerStateTransfer:
 
     def take_over_(self, state: InnerState | None) -> None:
         """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
-        layout = layout_of(self._optimizer)
+        layout = layout_of(self._optimizer, self._parameters)
         assert layout is not None, "ranks have different optimizers"
         if state is None:
             values = torch.empty(sum(layout.numels), dtype=torch.float32)
             state = InnerState(layout, (1,) * layout.num_steps, values)
         steps = tuple(int(step) for step in self._ranks.broadcast_floats(state.steps))
         self._ranks.broadcast_(state.values)
-        bound_moments_(self._optimizer, state)
-        load_moments_(self._optimizer, InnerState(layout, steps, state.values))
+        bound_moments_(self._optimizer, state, self._parameters)
+        load_moments_(self._optimizer, InnerState(layout, steps, state.values), self._parameters)
 
 
 class _Slot(NamedTuple):
@@ -286,33 +293,45 @@ class _Slot(NamedTuple):
     has_step: bool
 
 
-def _slots(optimizer: torch.optim.Optimizer) -> Iterator[_Slot]:
+def _slots(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[_Slot]:
+    """In the order of the model: each peer may have its groups in another one."""
+    order = {id(parameter): place for place, parameter in enumerate(parameters.values())}
     for number, part in enumerate(parts_of(optimizer)):
         both = [(group, p) for group in part.param_groups for p in group["params"]]
         trained = [(group, p) for group, p in both if p.requires_grad]
-        for index, (group, parameter) in enumerate(trained):
+        places = [order.get(id(p), place) for place, (_, p) in enumerate(trained)]
+        for index, (group, parameter) in sorted(zip(places, trained, strict=True), key=_first):
             keys = () if group.get("momentum") == 0 else moments_of(type(part)) or ()
             if group.get("amsgrad"):
                 keys = (*keys, "max_exp_avg_sq")
             yield _Slot(f"{number}.{index}", part, group, parameter, keys, "exp_avg_sq" in keys)
 
 
-def layout_of(optimizer: torch.optim.Optimizer) -> InnerLayout | None:
-    """The shape of its state once every parameter has had a gradient; None for unknown classes."""
+def _first(pair: tuple[int, object]) -> int:
+    return pair[0]
+
+
+def layout_of(
+    optimizer: torch.optim.Optimizer, parameters: Parameters = NONE
+) -> InnerLayout | None:
+    """The shape of its state once every parameter has had a gradient; None for unknown classes.
+
+    Its order is that of the model's `parameters`.
+    """
     if any(moments_of(type(part)) is None for part in parts_of(optimizer)):
         return None
-    slots = list(_slots(optimizer))
+    slots = list(_slots(optimizer, parameters))
     names = tuple(f"{slot.name}.{key}" for slot in slots for key in slot.keys)
     numels = tuple(slot.parameter.numel() for slot in slots for _ in slot.keys)
     return InnerLayout(names, numels, sum(slot.has_step for slot in slots))
 
 
-def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
+def snapshot(optimizer: torch.optim.Optimizer, parameters: Parameters = NONE) -> InnerState | None:
     """A copy of its state, on the CPU.
 
     None while some parameter has none, and where other ranks have parts of it.
     """
-    layout, slots = layout_of(optimizer), list(_slots(optimizer))
+    layout, slots = layout_of(optimizer, parameters), list(_slots(optimizer, parameters))
     if not layout or not layout.names or any(is_sharded(slot.parameter) for slot in slots):
         return None
     values, at, steps = torch.empty(sum(layout.numels), dtype=torch.float32), 0, []
@@ -329,11 +348,13 @@ def snapshot(optimizer: torch.optim.Optimizer) -> InnerState | None:
 
 
 @torch.no_grad()
-def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+def load_moments_(
+    optimizer: torch.optim.Optimizer, state: InnerState, parameters: Parameters = NONE
+) -> None:
     """Copy a state into the optimizer, with the dtypes and devices that torch would choose."""
-    assert state.layout == layout_of(optimizer), "a state of another layout"
+    assert state.layout == layout_of(optimizer, parameters), "a state of another layout"
     values, steps = iter(torch.split(state.values, list(state.layout.numels))), iter(state.steps)
-    for slot in _slots(optimizer):
+    for slot in _slots(optimizer, parameters):
         parameter, kept = slot.parameter, slot.part.state[slot.parameter]
         if slot.has_step:
             beside = slot.group.get("capturable") or slot.group.get("fused")
@@ -345,7 +366,9 @@ def load_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
 
 
 @torch.no_grad()
-def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
+def bound_moments_(
+    optimizer: torch.optim.Optimizer, state: InnerState, parameters: Parameters = NONE
+) -> None:
     """Clamp first moments that no Adam can have beside its second ones.
 
     m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and
@@ -354,7 +377,7 @@ def bound_moments_(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
     steps (`TORN`). Momentum without second moments has no such bound.
     """
     values = iter(torch.split(state.values, list(state.layout.numels)))
-    for slot in _slots(optimizer):
+    for slot in _slots(optimizer, parameters):
         kept = {key: next(values) for key in slot.keys}
         if "exp_avg_sq" not in kept:
             continue

@@ -31,6 +31,7 @@ from diloco.swarm.node.node import OnEvent
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
 SAMPLED = 64  # values of each parameter
+WATCHED = 3  # parameters, after each step
 # of torch.compile, of activation checkpoints, and of Lightning's Fabric
 INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 TORCHRUN = "share the model with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
@@ -48,6 +49,8 @@ class TrainedParams(dict[str, Tensor]):
                 raise ConfigError(
                     f"{name} has no shape yet; run one batch through the model before attach"
                 )
+            if not is_sharded(one) and one.layout is not torch.strided:
+                raise ConfigError(f"{name} is {one.layout}; make it dense, or persistent=False")
         super().__init__(_trained(model))
         for name, parameter in self.items():
             _check(name, parameter)
@@ -57,6 +60,10 @@ class TrainedParams(dict[str, Tensor]):
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
         self._moved: tuple[Tensor, Tensor] | None = None  # samples around the last exchange
         self._is_kept = False
+        ordered = sorted(self, key=lambda name: self[name].numel())
+        self._watched = [self[name] for name in ordered[-WATCHED:]]
+        self._left: list[Tensor] = []  # what the last step left in these
+        self._is_usual = False  # the loop writes to them after each step
 
     @property
     def numels(self) -> dict[str, int]:
@@ -108,6 +115,23 @@ class TrainedParams(dict[str, Tensor]):
         before = None if self._is_kept else self._sample()
         yield
         self._moved = None if before is None else (before, self._sample())
+
+    def step_done(self) -> None:
+        """These values are what a step has left, with the exchange that followed it."""
+        self._left = [_first(one).clone() for one in self._watched]
+
+    def step_begins(self, is_first: bool) -> None:
+        """Before the first step of a round: whether the loop itself writes between steps."""
+        if is_first:
+            self._is_usual = self._has_changed()
+
+    def are_written(self) -> bool:
+        """Whether something came into the model after the last step, as an average at the end."""
+        return not self._is_usual and self._has_changed()
+
+    def _has_changed(self) -> bool:
+        now = (_first(one).nan_to_num() for one in self._watched)
+        return not all(map(torch.equal, now, (left.nan_to_num() for left in self._left)))
 
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter."""
@@ -161,6 +185,10 @@ class TrainedParams(dict[str, Tensor]):
         still = [name for name, digest in before.items() if digest and digest == now[name]]
         why = "did not move before the first exchange (no gradient, or too small a rate)"
         self._tell(on_event, still, why)
+
+
+def _first(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter.detach()).reshape(-1)[:SAMPLED]
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,17 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 from diloco.attach.arguments import LOWER_RATE, PeerArguments, as_typed
 from diloco.attach.data_shard import ActivePeers
 from diloco.attach.node_link import NodeHandle, trainers
 from diloco.attach.ranks import RankGroup
 from diloco.core.events import Alone
-from diloco.errors import UnsavedError
+from diloco.errors import ConfigError, UnsavedError
 from diloco.swarm.node.node import Node, OnEvent
-from diloco.text import counted, human_bytes, plain
+from diloco.text import LastingStream, counted, human_bytes, plain
 
 # SLURM announces the end of a job with SIGUSR1
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -38,12 +41,47 @@ WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimiz
 logger = logging.getLogger(__name__)
 
 
+class Phase(Enum):
+    """Where a peer is between `attach` and its end."""
+
+    NEW = auto()
+    WARMUP = auto()  # its first cycle, without a state of the inner optimizer, is left out
+    TRAINING = auto()
+    PAUSED = auto()  # it evaluates or saves, and the others wait
+    LEFT = auto()
+    FINISHED = auto()  # it has left, and the parameters are the last anchor
+
+    @property
+    def runs(self) -> bool:
+        """Whether the peer takes part."""
+        return self in (Phase.WARMUP, Phase.TRAINING, Phase.PAUSED)
+
+
+class Action(Enum):
+    """What comes between two inner steps."""
+
+    TRAIN = auto()
+    EXCHANGE = auto()
+    TAKE_PART = auto()  # after the warm-up
+    STOP = auto()
+
+
+def check_not_spawned() -> None:
+    """Raise `ConfigError` in a process that is still importing the script of its parent."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "attach: this process is a worker that imports the script again (multiprocessing's"
+            " spawn and forkserver do); train below `if __name__ == '__main__':`"
+        )
+
+
 class Program:
     """The program around one peer: it hears what happens in the swarm, and a signal may end it.
 
     Attributes:
         ends_loop: whether a signal ends the loop, and not only sets `interrupted`.
         active: where a stream of data is shared, the peers that share it.
+        on_exchange: called after each exchange.
     """
 
     def __init__(
@@ -62,6 +100,7 @@ class Program:
         self._remedy = LOWER_RATE
         self._sync: Any = None
         self._save: Callable[[], None] = lambda: None
+        self.on_exchange: Callable[[], None] = lambda: None
         self._unwatch: Callable[[], None] = lambda: None
         self._needed = 1  # peers that have to be there before the first inner step
         self._met = False  # whether another peer was ever there
@@ -74,9 +113,13 @@ class Program:
         self.ends_loop, self.active = False, active
         self._remedy, self._signals = remedy, signals
 
-    def attached(self, sync: Any, save: Callable[[], None]) -> None:
+    def attached(
+        self, sync: Any, save: Callable[[], None], on_exchange: Callable[[], None] | None
+    ) -> None:
         """The program has attached a model; `save` is called where a signal ends it."""
         self._sync, self._save = sync, save
+        self.on_exchange = on_exchange or (lambda: None)
+        _peers.add(sync)
 
     # -- what the attachment tells -----------------------------------------------------------------
 
@@ -156,7 +199,7 @@ class Program:
     def say(self, text: str) -> None:
         """A line on stderr, from rank 0; none if the peer is `quiet`."""
         if not self._quiet and RankGroup.rank_and_size()[0] == 0:
-            print(f"diloco: {text}", file=sys.stderr, flush=True)
+            print(f"diloco: {text}", file=LastingStream(sys.stderr), flush=True)
 
     def _say_address(self, address: str) -> None:
         if address:
@@ -168,7 +211,8 @@ class Program:
 
     def _say_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         logger.info("%s %s", kind, fields)
-        if kind in _LINES:
+        shorter = kind != "planned" or fields["planned"][0] > fields["typed"][0] > 0
+        if kind in _LINES and shorter:
             self.say(_LINES[kind](fields))
         if kind == "join":
             self._say_missing(fields.get("live", 1))
@@ -216,6 +260,14 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
         f"rounds={of['rounds']} are over, and training goes on with the last outer momentum; plan"
         " as many as there are exchanges: rounds=max_steps / sync_every"
     ),
+    "model_kept": lambda _: (
+        "the model stays as it was written after the last step (an average, the best one?); the"
+        " swarm's is in it inside `with sync.anchored():`"
+    ),
+    "planned": lambda of: (
+        f"another peer plans {of['planned'][0]} outer steps, and this one {of['typed'][0]}: it ends"
+        " before the others, and its learning rate falls sooner; give all peers the same max_steps"
+    ),
     "unreachable": lambda of: (
         f"others cannot call this peer; it trains all the same ({plain(of.get('advice', ''))})"
     ),
@@ -234,6 +286,16 @@ _watchers: list[_Watcher] = []
 _before: dict[int, Any] = {}
 _received: dict[int, float] = {}
 _process = 0
+_peers: WeakSet[Any] = WeakSet()  # what this process has attached
+
+
+def _forget() -> None:
+    """In a forked process, which is no peer: its parent has the threads, and the swarm."""
+    for sync in list(_peers):
+        sync.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def watch(

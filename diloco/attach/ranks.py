@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -370,3 +370,18 @@ class ShardedParams(Local):
             if first < last:
                 at = offset + first - piece.start
                 write_(self.of_process(piece.name), first - begin, values[at : at + last - first])
+
+
+def of_rank0(number: Callable[[], int], ranks: RankGroup | None) -> int:
+    """All ranks, also before there is a group of `ranks`: what rank 0 gets."""
+    rank, size = RankGroup.rank_and_size()
+    if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is"
+            " no process group yet, in which rank 0 would tell it; make one first, or ask after"
+            " attach(...)"
+        )
+    value = number() if rank == 0 else 0
+    if size == 1:
+        return value
+    return (ranks or RankGroup.from_process_group(torch.device("cpu"))).broadcast(value)

@@ -3,23 +3,22 @@ swarm, its optimizer, and its random generators; and the checkpoints of a loop o
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco.attach.attachment import Attachment
-from diloco.attach.devices import random_states, restore_random
-from diloco.attach.optimizer import CombinedOptimizer, kind_of
-from diloco.attach.parameters import full_tensor, load_rows_, sharded_like
+from diloco.attach.devices import restore_rng, rng_state
+from diloco.attach.optimizer import NONE, Parameters, kind_of, parts_of
+from diloco.attach.parameters import full_tensor, load_rows_, named, sharded_like
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers
 from diloco.core.history import Tip, state_of
@@ -27,16 +26,18 @@ from diloco.errors import CheckpointError, PayloadError
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
 from diloco.outer.optimizer import OuterState
-from diloco.rundir.checkpoint import CheckpointStore
+from diloco.rundir.checkpoint import DTYPES, CheckpointStore, from_json, plain_json, to_json
 from diloco.rundir.files import exclusive
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.node.saved import Saved
 
 KEY = "checkpoints directory"
 KEEP = 2
+EXTRA = "_extra_state"  # the end of the names of what `get_extra_state` gives
 KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
 Tensors = dict[str, Tensor]
 Groups = dict[str, Tensors]
+_Groups = list[list[str]]  # names of parameters
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ class PeerState:
     """What a peer needs to go on as itself, besides its model and its optimizer.
 
     `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `schedules` are
-    the learning rate schedules at step 0.
+    the learning rate schedules at step 0; `seed` is that of the order in which a trainer, which
+    skips what it has read, goes on reading.
     """
 
     run: str
     saved: Saved
     counters: tuple[int, int, int]
     schedules: list[Any]
+    seed: int | None = None
 
     @classmethod
     def of(cls, sync: Attachment, run: RunSpec, saved: Saved) -> PeerState:
@@ -69,7 +72,8 @@ class PeerState:
         """The inverse of `flatten`."""
         steps, tokens, discarded = state["counters"]
         saved = restore_swarm(tensors, state)
-        return cls(state["run"], saved, (steps, tokens, discarded), state["schedules"])
+        counters = steps, tokens, discarded
+        return cls(state["run"], saved, counters, state["schedules"], state.get("seed"))
 
     def check_same_run(self, run: RunSpec, where: str) -> None:
         """Raise `CheckpointError` for the state of another run; `where` is where it comes from."""
@@ -93,7 +97,7 @@ class LoopCheckpoints:
     """The checkpoints of one peer in a directory, in the format of `diloco train`; two stay.
 
     A damaged one is skipped for the one before. Raises `ConfigError` if another process uses the
-    directory.
+    directory, and `CheckpointError` for a model that no checkpoint can hold.
     """
 
     def __init__(
@@ -101,7 +105,15 @@ class LoopCheckpoints:
     ) -> None:
         self.directory = directory
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._parameters = dict(named(model))
         self._store = CheckpointStore(directory, KEEP, KEY)
+        for name, tensor in self._tensors().items():
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{name}: a checkpoint cannot hold {tensor.dtype}; register it with"
+                    " persistent=False, or attach without checkpoints"
+                )
+        self._extra({})
         self._lock = ExitStack()
         if ranks.is_rank0:
             self._lock.enter_context(exclusive(directory, KEY))
@@ -123,7 +135,10 @@ class LoopCheckpoints:
             return None
         state, tensors = found.state, found.tensors
         self._load_model_(tensors["model"])
-        restore_own(self._optimizer, tensors, state, KEY)
+        if "extra" in state:
+            extra = from_json(state["extra"], tensors["extra"])
+            self._model.load_state_dict(extra, strict=False)
+        restore_own(self._optimizer, tensors, state, KEY, self._parameters)
         schedulers.start_again_()
         return PeerState.restore(tensors, state["peer"]), state["loop"]
 
@@ -143,21 +158,29 @@ class LoopCheckpoints:
 
     def _tensors(self) -> Tensors:
         state = self._model.state_dict()
-        return {name: one for name, one in state.items() if isinstance(one, Tensor)}
+        return {name: value for name, value in state.items() if not name.endswith(EXTRA)}
+
+    def _extra(self, tensors: Tensors) -> Any:
+        """What modules keep besides, as JSON and `tensors`."""
+        state = self._model.state_dict()
+        extra = {name: value for name, value in state.items() if name.endswith(EXTRA)}
+        return to_json(extra, "", tensors)
 
     def save(self, sync: Attachment, run: RunSpec | None, loop: Mapping[str, Any]) -> Path | None:
         """All ranks: rank 0, which has `run`, writes a checkpoint.
 
-        Raises `CheckpointError`, and `TypeError` for what is no JSON.
+        Raises `CheckpointError`, also for what no checkpoint can hold.
         """
         model = {name: full_tensor(tensor.detach()) for name, tensor in self._tensors().items()}
-        own, own_json = flatten_own(self._optimizer)
+        own, own_json = flatten_own(self._optimizer, self._parameters)
+        extra: Tensors = {}
+        state = {**own_json, "extra": self._extra(extra), "loop": plain_json(loop, "swarm.save")}
         if run is None:
             return None
         with sync.checkpointing() as saved:
             tensors, peer = PeerState.of(sync, run, saved).flatten()
-            state = {**own_json, "peer": peer, "loop": dict(loop)}
-            return self._store.save(sync.version, {**tensors, **own, "model": model}, state)
+            groups = {**tensors, **own, "model": model, "extra": extra}
+            return self._store.save(sync.version, groups, {**state, "peer": peer})
 
 
 def _shape(tensor: Tensor | None) -> str:
@@ -231,9 +254,11 @@ def _outer_state(
 # -- what is this process's own --------------------------------------------------------------------
 
 
-def flatten_own(optimizer: Optimizer) -> tuple[Groups, dict[str, Any]]:
+def flatten_own(
+    optimizer: Optimizer, parameters: Parameters = NONE
+) -> tuple[Groups, dict[str, Any]]:
     """All ranks: the state of a process, which are its optimizer and its random generators."""
-    (inner, inner_json), (rng, rng_json) = flatten_optimizer(optimizer), rng_state()
+    (inner, inner_json), (rng, rng_json) = flatten_optimizer(optimizer, parameters), rng_state()
     return {"inner": inner, "rng": rng}, {"inner": inner_json, "rng": rng_json}
 
 
@@ -242,46 +267,73 @@ def restore_own(
     tensors: Mapping[str, Tensors],
     saved: Mapping[str, Any],
     key: str = "run.dir",
+    parameters: Parameters = NONE,
 ) -> None:
     """The inverse of `flatten_own`; see `restore_optimizer`."""
-    restore_optimizer(optimizer, tensors["inner"], saved["inner"], key)
+    restore_optimizer(optimizer, tensors["inner"], saved["inner"], key, parameters)
     restore_rng(tensors["rng"], saved["rng"])
 
 
-def flatten_optimizer(optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
+def flatten_optimizer(
+    optimizer: Optimizer, parameters: Parameters = NONE
+) -> tuple[Tensors, dict[str, Any]]:
     """All ranks: the state of any torch optimizer as named tensors, no copies, and JSON.
 
-    Sharded tensors become whole on rank 0. Raises `TypeError` for what JSON cannot hold.
+    Sharded tensors become whole on rank 0. Where `parameters` name them, the groups may be in
+    another order when it is restored. Raises `CheckpointError` for what JSON cannot hold.
     """
     tensors: Tensors = {}
     state = to_json(optimizer.state_dict(), "", tensors)
-    kind, shapes = kind_of(optimizer), _shapes(optimizer)
-    return tensors, {"type": kind, "shapes": shapes, "state_dict": state}
+    tensors = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    saved = {"type": kind_of(optimizer), "shapes": _shapes(optimizer)}
+    return tensors, {**saved, "names": _names(optimizer, parameters), "state_dict": state}
 
 
 def restore_optimizer(
-    optimizer: Optimizer, tensors: Tensors, saved: Mapping[str, Any], key: str = "run.dir"
+    optimizer: Optimizer,
+    tensors: Tensors,
+    saved: Mapping[str, Any],
+    key: str = "run.dir",
+    parameters: Parameters = NONE,
 ) -> None:
     """The inverse of `flatten_optimizer`; the optimizer may keep the tensors themselves.
 
-    Raises `CheckpointError` for the state of another optimizer or of other shapes; `key` is what
-    chose the checkpoint.
+    Raises `CheckpointError` for the state of another optimizer, of other shapes or other groups;
+    `key` is what chose the checkpoint.
     """
-    here, there = (kind_of(optimizer), _shapes(optimizer)), (saved["type"], saved["shapes"])
-    if here != there:
+    names = _names(optimizer, parameters)
+    before = saved.get("names", names)
+    here, there = _by_name(names, _shapes(optimizer)), _by_name(before, saved["shapes"])
+    if (kind_of(optimizer), here) != (saved["type"], there):
         raise CheckpointError(
-            f"{key}: its checkpoint holds the state of {there[0]} for {_numel(there[1])}"
-            f" parameters, this run has {here[0]} for {_numel(here[1])} with other shapes or order;"
-            f" resume with the configuration that wrote it, or choose another {key}"
+            f"{key}: its checkpoint holds the state of {saved['type']} for"
+            f" {_numel(saved['shapes'])} parameters, this run has {kind_of(optimizer)} for"
+            f" {_numel(_shapes(optimizer))} with other shapes, order or groups; resume with the"
+            f" configuration that wrote it, or choose another {key}"
         )
-    optimizer.load_state_dict(_sharded(optimizer, from_json(saved["state_dict"], tensors)))
+    state = from_json(saved["state_dict"], tensors)
+    both = zip(parts_of(optimizer), state.get("parts", [state]), before, names, strict=True)
+    parts = [_sharded(part, _renumbered(one, *order)) for part, one, *order in both]
+    optimizer.load_state_dict({"parts": parts} if "parts" in state else parts[0])
+
+
+def _renumbered(state: dict[str, Any], before: _Groups, names: _Groups) -> dict[str, Any]:
+    """The state of an optimizer whose groups, or the parameters in these, had another order."""
+    if before == names:
+        return state
+    settings = dict(zip(map(frozenset, before), state["param_groups"], strict=True))
+    numbers = {name: number for number, name in enumerate(chain(*before))}
+    order = [numbers[name] for name in chain(*names)]
+    places, kept = iter(range(len(order))), state["state"]
+    groups = [
+        settings[frozenset(group)] | {"params": [next(places) for _ in group]} for group in names
+    ]
+    moved = {place: kept[number] for place, number in enumerate(order) if number in kept}
+    return {**state, "state": moved, "param_groups": groups}
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The same state, cut like the optimizer's parameters, for the kernels that compute here."""
-    if isinstance(optimizer, CombinedOptimizer):
-        both = zip(optimizer.parts, state["parts"], strict=True)
-        return {"parts": [_sharded(part, saved) for part, saved in both]}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
         there |= {name: here[name] for name in KERNELS if name in here}
@@ -290,6 +342,24 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, Tensor):
                 kept[name] = sharded_like(value, parameters[index])
     return state
+
+
+def _names(optimizer: Optimizer, parameters: Parameters) -> list[_Groups]:
+    """Of each part's groups the names of the parameters, or their numbers."""
+    known, numbers = {id(one): name for name, one in parameters.items()}, count()
+    return [
+        [[known.get(id(p)) or str(next(numbers)) for p in group["params"]] for group in groups]
+        for groups in (part.param_groups for part in parts_of(optimizer))
+    ]
+
+
+def _by_name(names: list[_Groups], shapes: list[list[int]]) -> list[dict[frozenset[str], Any]]:
+    """The shapes of each part's groups, whatever their order."""
+    sizes = dict(zip(chain(*chain(*names)), shapes, strict=False))
+    return [
+        {frozenset(group): {name: sizes.get(name) for name in group} for group in groups}
+        for groups in names
+    ]
 
 
 def _shapes(optimizer: Optimizer) -> list[list[int]]:
@@ -307,7 +377,7 @@ def flatten_schedules(schedulers: Schedulers) -> list[Any]:
         tensors: Tensors = {}
         try:
             written = None if fresh is None else to_json(fresh, "", tensors)
-        except TypeError:
+        except CheckpointError:
             written = None
         found.append(None if tensors else written)
     return found
@@ -316,64 +386,3 @@ def flatten_schedules(schedulers: Schedulers) -> list[Any]:
 def restore_schedules(schedulers: Schedulers, saved: Sequence[Any]) -> None:
     """The inverse of `flatten_schedules`."""
     schedulers.restore([one and from_json(one, {}) for one in saved])
-
-
-def rng_state() -> tuple[Tensors, dict[str, Any]]:
-    """State of the global generators of torch (accelerators: once in use), Python and numpy."""
-    version, words, gauss = random.getstate()
-    legacy: dict[str, Any] = dict(numpy.random.get_state(legacy=False))
-    twister = legacy.pop("state")
-    tensors = {
-        "torch": torch.get_rng_state(),  # (5056,) uint8
-        "python": torch.tensor(words),  # (625,) int64
-        # (624,) int64, as torch supports little of uint32
-        "numpy": torch.tensor(twister["key"].astype(numpy.int64)),
-        **random_states(),
-    }
-    python = {"version": version, "gauss": gauss}
-    return tensors, {"python": python, "numpy": {**legacy, "position": twister["pos"]}}
-
-
-def restore_rng(tensors: Tensors, saved: Mapping[str, Any]) -> None:
-    """The inverse of `rng_state`; ignores the state of devices that this machine lacks."""
-    torch.set_rng_state(tensors["torch"])
-    python, legacy = saved["python"], saved["numpy"]
-    random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
-    keys = tensors["numpy"].numpy().astype(numpy.uint32)
-    kept = {key: legacy[key] for key in ("bit_generator", "has_gauss", "gauss")}
-    numpy.random.set_state({**kept, "state": {"key": keys, "pos": legacy["position"]}})
-    restore_random(tensors)
-
-
-# -- nested containers -----------------------------------------------------------------------------
-
-
-def to_json(value: Any, path: str, tensors: Tensors) -> Any:
-    """Nested containers as JSON, which lacks tensors, tuples and keys that are numbers."""
-    if isinstance(value, Tensor):
-        assert path not in tensors, f"two tensors have the name {path}"
-        tensors[path] = full_tensor(value)
-        return {"tensor": path}
-    if isinstance(value, dict):
-        items = ((key, f"{path}.{key}".lstrip("."), item) for key, item in value.items())
-        return {"dict": [[key, to_json(item, at, tensors)] for key, at, item in items]}
-    if isinstance(value, list | tuple):
-        parts = [to_json(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
-        return {"tuple": parts} if isinstance(value, tuple) else parts
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{path}: a checkpoint cannot hold {type(value).__name__}")
-
-
-def from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `to_json`."""
-    if isinstance(value, list):
-        return [from_json(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "tuple":
-        return tuple(from_json(item, tensors) for item in content)
-    return {key: from_json(item, tensors) for key, item in content}

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from diloco.attach.optimizer import parts_of
+from diloco.attach.optimizer import kind_of, parts_of
 from diloco.errors import ConfigError
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
@@ -157,10 +158,29 @@ def _forward_(scheduler: Any, position: int) -> None:
                 ) from error
 
 
+class NotEntered:
+    """Until the attachment is entered, a step of its optimizer is a `ConfigError`: it is lost."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._hooks = [one.register_step_pre_hook(self._refuse) for one in parts_of(optimizer)]
+
+    def _refuse(self, *_: object) -> None:
+        raise ConfigError(
+            "attach: a step before the swarm was joined would reach nobody; train inside `with"
+            " swarm.attach(...):`, or call open() on what attach returns"
+        )
+
+    def remove(self) -> None:
+        """Steps are welcome."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 class StepHooks:
     """Calls before and after each step of an optimizer, but for those that a GradScaler skips.
 
-    Of several optimizers a step begins with the first, and ends when each has taken one;
+    `ConfigError` after a step of another optimizer that moves the same parameters: nobody counts
+    it. Of several optimizers a step begins with the first, and ends when each has taken one;
     `ConfigError` where one takes none for long. Fused kernels are called with `found_inf` when
     gradients overflow, and do nothing.
     """
@@ -178,7 +198,26 @@ class StepHooks:
         self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}
         self._hooks = [part.register_step_pre_hook(self._begin) for part in self._parts]
         self._hooks += [part.register_step_post_hook(self._end) for part in self._parts]
+        # of other optimizers: how many steps of the attached ones there were at their last
+        self._seen = WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._count, self._name = 0, kind_of(optimizer)
+        self._hooks.append(register_optimizer_step_post_hook(self._check_seen))
         _attached.update(self._parts)
+
+    def _check_seen(self, other: torch.optim.Optimizer, *_: object) -> None:
+        if other in self._parts:
+            return
+        is_part = any(map(_steps_inside, self._parts))  # of a step that is about to be counted
+        before, self._seen[other] = self._seen.get(other, 0), self._count + is_part
+        if is_part or self._count > before:
+            return
+        own = {id(one) for part in self._parts for one in _parameters(part)}
+        if any(id(one) in own for one in _parameters(other)):
+            name = type(other).__name__
+            raise ConfigError(
+                f"optimizer={self._name} is attached and takes no steps, while {name} moves its"
+                f" parameters; attach that {name}, or call step() of the attached one"
+            )
 
     def _begin(self, part: torch.optim.Optimizer, *_: object) -> None:
         if not any(self._steps.values()) and not _is_nested(part):
@@ -188,6 +227,7 @@ class StepHooks:
         found_inf = getattr(part, "found_inf", None)
         if _is_nested(part) or (found_inf is not None and bool(found_inf)):
             return
+        self._count += 1
         self._steps[part] += 1
         if len(self._parts) > 1:
             self._used[part] = _smallest_gradient(part)
@@ -224,13 +264,21 @@ def is_attached(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that calls this is part of another, as in a class that calls `super()`."""
+    return _steps_inside(optimizer) > 1
+
+
+def _steps_inside(optimizer: torch.optim.Optimizer) -> int:
+    """How many of its steps are under way."""
     steps = (frame.f_locals for frame, _ in walk_stack(None) if frame.f_code is _STEP)
-    return sum(found.get("self") is optimizer for found in steps) > 1
+    return sum(step.get("self") is optimizer for step in steps)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
     """The smallest gradient that there is, and how often it was written to."""
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    found = (one.grad for one in parameters if one.grad is not None)
+    found = (one.grad for one in _parameters(optimizer) if one.grad is not None)
     smallest = min(found, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from diloco.attach import devices
 from diloco.attach.arguments import PeerArguments, as_typed, check_names, network_of, outer_of
 from diloco.attach.attachment import Attachment
-from diloco.attach.data_shard import ActivePeers, shard
+from diloco.attach.data_shard import ActivePeers, ReadPosition, shard
 from diloco.attach.optimizer import kind_of, unwrap_optimizer
 from diloco.attach.parameters import TrainedParams, unwrap_model
-from diloco.attach.program import Program
-from diloco.attach.ranks import RankGroup
+from diloco.attach.program import Program, check_not_spawned
+from diloco.attach.ranks import RankGroup, of_rank0
 from diloco.attach.saved import LoopCheckpoints, PeerState
 from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
@@ -42,6 +42,7 @@ from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread, Runtime
 from diloco.swarm.node.saved import Saved
+from diloco.text import expanded
 
 __all__ = ["Attachment", "Saved", "Swarm"]
 
@@ -55,8 +56,7 @@ class Swarm:
 
     Args:
         run_id: name of the run; peers of another run are refused.
-        address: multiaddr of any peer of the swarm, or several; none, which may be "", starts a new
-            swarm.
+        address: multiaddr of any peer of the swarm, or several; None or [] starts a new swarm.
         sync_every: inner steps from one exchange to the next; required without a preset.
         outer: settings of the outer step: a dictionary, `OuterConfig`, or a preset, which is a file
             of `configs/outer` such as "async".
@@ -156,10 +156,15 @@ class Swarm:
     # -- in another library's trainer --------------------------------------------------------------
 
     def in_trainer(
-        self, lock: AbstractContextManager[object], active: ActivePeers | None, **own: Any
+        self,
+        lock: AbstractContextManager[object],
+        active: ActivePeers | None,
+        steps: float,
+        **own: Any,
     ) -> None:
-        """Another library's trainer is the program; `lock` is held until `close`."""
+        """Another library's trainer is the program, for so many steps; `lock` is held meanwhile."""
         self._take_over()
+        self._peer.outer_steps = int(steps) // self.outer.sync_every if steps < math.inf else 0
         self._held.enter_context(lock)
         self._program.set_trainer(active, **own)
 
@@ -215,6 +220,7 @@ class Swarm:
             saved: where to go on without `checkpoints` (default: the model as it is, version 0).
             phases: where wall time is accounted.
         """
+        check_not_spawned()
         self._take_over()
         model, optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
         if self._checkpoints is not None:
@@ -235,7 +241,7 @@ class Swarm:
         followed = Schedulers(schedulers, ranks.size)
         with ExitStack() as stack:
             if checkpoints is not None:
-                self._checkpoints = LoopCheckpoints(Path(checkpoints), model, optimizer, ranks)
+                self._checkpoints = LoopCheckpoints(expanded(checkpoints), model, optimizer, ranks)
                 stack.callback(self._checkpoints.close)
                 saved = self._load(self._checkpoints, followed)
             parameters.check_start(kind_of(optimizer), optimizer.param_groups, program.on_event)
@@ -252,9 +258,11 @@ class Swarm:
         sync = self.attachment = Attachment(
             parameters, optimizer, self.outer, options, ranks, phases, runtime, program, followed
         )
-        program.attached(sync, self._save_last)
+        program.attached(sync, self._save_last, self._note if checkpoints is None else None)
         if isinstance(saved, PeerState):
             saved.apply(sync)
+            if saved.seed is not None:
+                self.seed = saved.seed
         return sync
 
     def _load(self, checkpoints: LoopCheckpoints, schedulers: Schedulers) -> PeerState | None:
@@ -282,6 +290,7 @@ class Swarm:
             )
         saved = self._checkpoints.save(self.attachment, self.run, state)
         self.state, self._saved_version = state, self.attachment.version
+        self._note()
         return saved
 
     def _save_last(self) -> None:
@@ -331,33 +340,38 @@ class Swarm:
 
     @cached_property
     def seed(self) -> int:
-        """A seed of this peer (32 bits), as long-lived as its `identity`.
+        """A seed of this peer's session (32 bits).
 
-        All ranks ask for it together.
+        It follows from the peer's `identity` and the swarm's inner step at which the session
+        begins: after a restart other data is drawn with it. All ranks ask together.
         """
-        rank, size = RankGroup.rank_and_size()
-        if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there"
-                " is no process group yet, in which rank 0 would tell it; make one first, or ask"
-                " after attach(...)"
-            )
-        seed = self._peer.seed() if rank == 0 else 0
-        if size == 1:
-            return seed
-        here = RankGroup.from_process_group(torch.device("cpu"))
-        return (self.attachment.ranks if self.attachment else here).broadcast(seed)
+        return self._seed(True)
+
+    def _seed(self, is_session: bool) -> int:
+        begin = self._position.steps if self.attachment is None else self.steps
+        return of_rank0(lambda: self._peer.seed(begin if is_session else 0), self._position.ranks())
+
+    @cached_property
+    def _position(self) -> ReadPosition:
+        file = self._peer.position_file()
+        return ReadPosition(file, lambda: self.attachment.ranks if self.attachment else None)
+
+    def _note(self) -> None:
+        """The rows that were read up to here are in the swarm, or in a checkpoint."""
+        if "_position" in vars(self):
+            self._position.note(self.steps)
 
     def shard(self, dataset: Any, *, index: int | None = None, of: int | None = None) -> Any:
         """The data of this peer: other peers have the same data in another order, or other items.
 
-        A dataset with a length comes in an order that follows from `seed`; one of the library
-        datasets stays one. Of a stream each item belongs to one of the peers that are attached when
-        it is reached, also in workers of a DataLoader, if all peers have equally many. With `index`
-        and `of` it is a fixed part of any dataset. Raises `ConfigError` for a mapping; for an array
-        of tokens, and a stream on several ranks, without `index` and `of`.
+        A dataset with a length comes in an order of the peer's own, from the first row on that it
+        has not read; one of the library datasets stays one, in another order in each session. Of a
+        stream each item belongs to one of the peers that are attached when it is reached, also in
+        workers of a DataLoader, if all peers have equally many. With `index` and `of` it is a fixed
+        part of any dataset. Raises `ConfigError` for a mapping; for an array of tokens, and a
+        stream on several ranks, without `index` and `of`.
         """
-        return shard(dataset, lambda: self.seed, self._active_peers, index, of)
+        return shard(dataset, self._seed, self._active_peers, index, of, self._position)
 
     def _active_peers(self) -> ActivePeers:
         if RankGroup.rank_and_size()[1] > 1:

@@ -14,6 +14,7 @@ from diloco.config.explain import TypeHint
 from diloco.config.registry import import_code
 from diloco.config.types import (
     Directory,
+    FileName,
     Multiaddr,
     Name,
     NotEmpty,
@@ -107,11 +108,11 @@ class PeerSwarmConfig(PeerLocal):
     """Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."""
     reachable: Literal["auto", "yes", "no"] = "auto"
     """Whether others can connect; auto: one of them tries. no: it trains and holds nothing."""
-    identity_path: Text | None = None
+    identity_path: FileName | None = None
     """File with this peer's private key, made if missing; null is a new identity."""
     token: TokenText | None = Field(None, repr=False)
     """Invitation of this peer to a closed run, or @FILE with it; it is a secret."""
-    key_path: Text | None = None
+    key_path: FileName | None = None
     """File with the run's private key, for its owner: this peer invites itself."""
     min_peers: int = Field(1, ge=1, le=100_000)
     """Peers, this one included, that must be there before inner step 1."""

@@ -27,7 +27,7 @@ from pydantic_core.core_schema import SerializerFunctionWrapHandler
 from diloco.config.address import unquoted
 from diloco.config.explain import TypeHint, explain
 from diloco.errors import ConfigError
-from diloco.text import rate_bytes, rate_text
+from diloco.text import expanded, rate_bytes, rate_text
 
 _Settings = TypeVar("_Settings", bound="Settings")
 
@@ -90,7 +90,7 @@ def _to_tuple(value: Any) -> Any:
 def _to_path(value: Any) -> Any:
     if value == "":  # Path("") would silently be the current directory
         raise PydanticCustomError("format", "empty path")
-    return Path(value) if isinstance(value, str) else value
+    return expanded(value) if isinstance(value, str) else value
 
 
 def _to_rate(value: Any) -> float:
@@ -121,6 +121,7 @@ Rate = Annotated[
     TypeHint("a rate such as 50Mbit or 6MB (per second)"),
 ]
 Text = Annotated[str, Field(min_length=1)]
+FileName = Annotated[Text, AfterValidator(lambda value: str(expanded(value)))]
 Texts = Annotated[tuple[Text, ...], Tuple]
 # A name becomes a file name and a DHT key, so it has nothing that is special to a shell or a path.
 Name = Annotated[

@@ -302,7 +302,7 @@ class Peer:
             core.note("plan_ignored", peer=peer, planned=list(higher))
             return
         core.planned = higher
-        core.note("planned", peer=peer, planned=list(higher))
+        core.note("planned", peer=peer, planned=list(higher), typed=list(self._typed))
 
     # -- telling -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from diloco.config import Config
 from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of, who_can_join
-from diloco.text import counted, human_bytes, human_count, human_seconds, plain
+from diloco.text import counted, human_bytes, human_count, human_seconds, outlast_terminal, plain
 
 STATE_STYLES = {
     "starting": "dim",
@@ -58,6 +58,7 @@ class LiveView:
             self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:
+        outlast_terminal()
         if self._live is not None:
             self._live.start()
         return self

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.data_shard import ActivePeers, shard
-from diloco.attach.parameters import restored_after
+from diloco.attach.data_shard import ActivePeers, ReadPosition, shard
 from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import Groups, PeerState
 from diloco.attach.swarm import Attachment, Swarm
@@ -29,6 +29,8 @@ from diloco.rundir.files import exclusive
 KEY = "output directory"
 # the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
 FOLDER = "_diloco"
+# The next training of a run in this process goes on as the same peer, in whatever directory.
+_directories: dict[str, Path] = {}
 
 
 class SwarmCallback:
@@ -87,11 +89,16 @@ class Membership:
                 f"{there} processes were started together, and the trainer averages gradients over"
                 f" {processes}; on CPUs tell it so (use_cpu=True in TrainingArguments)"
             )
-        place = directory / FOLDER
+        place, run = directory / FOLDER, self._settings["run_id"]
         swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
         has_key = "identity" not in self._settings and rank == 0
+        if has_key and (before := _directories.get(run)) and not (place / "identity.key").exists():
+            with suppress(OSError):  # then it is another peer
+                copytree(before, place, dirs_exist_ok=True)
+        if has_key:
+            _directories[run] = place
         lock = exclusive(place, KEY) if has_key else nullcontext()
-        swarm.in_trainer(lock, self._active, remedy=self._remedy, signals=self._over)
+        swarm.in_trainer(lock, self._active, steps, remedy=self._remedy, signals=self._over)
         try:
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
             self.attachment = attached.open()
@@ -115,7 +122,7 @@ class Membership:
                 f"shard({type(dataset).__name__}): it has a length, so the callback gives each peer"
                 " its own order; pass it to the trainer as it is"
             )
-        return shard(dataset, lambda: 0, lambda: active, index, of)
+        return shard(dataset, lambda _: 0, lambda: active, index, of, ReadPosition(None))
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
         """Let the peer read in an order of its own; whether a loader can. Before they are read."""
@@ -173,14 +180,11 @@ class Membership:
             self.go_on()
             self.attachment.finish()
 
-    def close(self, keep_model: bool = False) -> None:
-        """Leave the swarm. The model becomes its last anchor, unless `keep_model`."""
-        with ExitStack() as stack:
-            if keep_model and self.attachment is not None:
-                stack.enter_context(restored_after(self.attachment.parameters))
-            self.go_on()
-            if self.swarm is not None:
-                self.swarm.close()
+    def close(self) -> None:
+        """Leave the swarm. The model becomes its last anchor, unless it was written to."""
+        self.go_on()
+        if self.swarm is not None:
+            self.swarm.close()
         self.end_if_told()
 
     def leave(self, error: type[BaseException] = RuntimeError) -> None:
@@ -207,7 +211,8 @@ def peer_state(swarm: Swarm) -> Iterator[tuple[Groups, dict[str, Any]]]:
     """Rank 0: what `PeerState.restore` reads. The tensors are live, and do not move inside."""
     assert swarm.run is not None and swarm.attachment is not None
     with swarm.attachment.checkpointing() as saved:
-        yield PeerState.of(swarm.attachment, swarm.run, saved).flatten()
+        tensors, state = PeerState.of(swarm.attachment, swarm.run, saved).flatten()
+        yield tensors, {**state, "seed": swarm.seed}
 
 
 def save_beside(checkpoint: Path, swarm: Swarm) -> None:

@@ -182,8 +182,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
                 logger.warning("%s", error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        self._membership.close(keep_model=bool(best))
+        self._membership.close()
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

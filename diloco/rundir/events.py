@@ -52,6 +52,7 @@ class EventKind(StrEnum):
     STEP_SKIPPED = "step_skipped"  # the gradient was not finite in fp16; the scale is halved
     UNTRAINED = "untrained"  # parameters that this peer does not train
     OWN_BUFFERS = "own_buffers"  # buffers that training changes, and that no peer sends
+    MODEL_KEPT = "model_kept"  # it has what the loop wrote at the end, and not the last anchor
     CHECKPOINT_SKIPPED = "checkpoint_skipped"  # the one before was still being written
     CHECKPOINT_FAILED = "checkpoint_failed"  # it could not be written
     SAMPLE = "sample"  # what the model writes after a prompt

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from diloco.outer.replica import Replica
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
@@ -92,6 +94,8 @@ class NodeThread:
         await asyncio.wait([ending], timeout=CLOSE_S)
 
     def _run(self) -> None:
+        # all peers apply an update alike; threads begin with the mode of those that make them
+        torch.set_flush_denormal(False)
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()

@@ -5,6 +5,7 @@ first round is left out.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,8 +114,8 @@ def test_a_joiner_has_a_donor_s_moments(
             history[name].append(taken(attachment._optimizer))
         after_step(attachment)
 
-    def load(optimizer: torch.optim.Optimizer, state: InnerState) -> None:
-        load_moments_(optimizer, state)
+    def load(optimizer: torch.optim.Optimizer, state: InnerState, parameters: Any) -> None:
+        load_moments_(optimizer, state, parameters)
         found.append(taken(optimizer))
 
     monkeypatch.setattr(Attachment, "_after_step", watched)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.attach.saved import flatten_optimizer, restore_optimizer, restore_rng, rng_state
+from diloco.attach.devices import restore_rng, rng_state
+from diloco.attach.saved import flatten_optimizer, restore_optimizer
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
@@ -165,8 +166,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.save(1, groups(1), {"oops": object()})
     assert not store.directory.exists()
-    with pytest.raises(TypeError, match=r"w: a checkpoint cannot hold torch\.complex64"):
-        store.save(1, {"anchor": {"w": torch.zeros(2, dtype=torch.complex64)}}, {})
+    with pytest.raises(CheckpointError, match=r"w: a checkpoint cannot hold torch\.complex128"):
+        store.save(1, {"anchor": {"w": torch.zeros(2, dtype=torch.complex128)}}, {})
     assert os.listdir(store.directory) == []
     (tmp_path / "file").write_text("in the way")
     store = CheckpointStore(tmp_path / "file" / "p0", keep=1)
@@ -346,7 +347,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         restore_optimizer(torch.optim.AdamW([model.bias]), tensors, saved)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.param_groups[0]["hook"] = print
-    with pytest.raises(TypeError, match=r"param_groups\.0\.hook: a checkpoint cannot hold builtin"):
+    text = r"param_groups\.0\.hook: a checkpoint cannot hold builtin"
+    with pytest.raises(CheckpointError, match=text):
         flatten_optimizer(optimizer)
 
 

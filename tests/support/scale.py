@@ -106,7 +106,8 @@ def drawn(seed: int) -> Run:
     """The run of a seed."""
     r = Random(f"scale {seed}")
     preset, fragments = r.choice([*PRESETS]), r.choice([1, 1, 4, 4, 24])
-    peers = r.choice([2, 3, 4, 4, 5, 8] if fragments < 24 else [2, 3])
+    takes_long = fragments == 24 or (fragments > 1 and "quorum" in PRESETS[preset])
+    peers = r.choice([2, 3, 3] if takes_long else [2, 3, 4, 4, 5, 8])
     at_once = PRESETS[preset].get("staggered") is None
     every = r.choice([4, 6, 8]) if at_once else max(8, fragments)
     outer = OuterConfig(method="diloco", sync_every=every, fragments=fragments, **PRESETS[preset])

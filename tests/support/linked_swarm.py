@@ -363,7 +363,7 @@ class LinkedSwarm(base.Swarm):
     ) -> None:
         super().__init__(settings, seed=seed)
         self.seed, self.sizes, self.planned, self.jitter = seed, list(sizes), planned, jitter
-        self.parts = parts
+        self.parts, self.over_at = parts, inf  # when the run was over for a peer
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
@@ -541,6 +541,7 @@ class LinkedSwarm(base.Swarm):
             peer.leaves = True
             if finished or not peer.stepping:
                 peer.ends(self.now)
+                self.over_at = min(self.over_at, self.now) if finished else self.over_at
                 self.tell(peer, events.Leave(finished))
 
     # -- what cores ask for ------------------------------------------------------------------------

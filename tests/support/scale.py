@@ -13,14 +13,16 @@ What is the same:
 2. With a quorum, where versions close while others are on their way, moments decide who is in
    which. So: the share of time in which each peer trains, but for `PACE`; and the share of
    contributions that come too late for any version, but for `LOST`; the last ones do not count.
-3. No peer has more notes of a kind of `BAD` than at k = 1, until the run is over. With a quorum,
-   versions are made without those who miss, and what is late is discarded: these are no faults.
+3. No peer has more notes of a kind of `BAD` than at k = 1, until the run is over for it. With a
+   quorum, until it is for anybody, as authors leave then; and versions are made without those who
+   miss, and what is late is discarded: these are no faults.
 4. It ends.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -179,7 +181,9 @@ def _outcome(swarm: LinkedSwarm, gone_at: Mapping[str, float]) -> Outcome:
         and (line.peer, line.fragment, line.stamp) not in stamps
         for line in swarm.captured
     )
-    notes = Counter((said.peer, said.kind) for said in swarm.said if not said.over)
+    over_at = swarm.over_at if swarm.settings.quorum else inf
+    said = (one for one in swarm.said if not one.over and one.at < over_at)
+    notes = Counter((one.peer, one.kind) for one in said)
     trained = {peer.name: peer.utilization(swarm.now) for peer in swarm.peers.values()}
     left = [one.name for one in swarm.alive()]
     return Outcome(merged, trained, lost / max(1, count), before, notes, left, swarm.now)

@@ -11,7 +11,7 @@ What is the same:
 1. At a barrier: the contributors of each version of each fragment. Of a peer that was killed or
    left, until then, as it may have been about to send its last; and not of one that came later.
 2. With a quorum, where versions close while others are on their way, moments decide who is in
-   which. So: the share of time in which each peer trains, but for `PACE`; and the share of
+   which. So: the share of time in which peers train, but for `PACE`; and the share of
    contributions that come too late for any version, but for `LOST`; the last ones do not count.
 3. No peer has more notes of a kind of `BAD` than at k = 1, until the run is over for it. With a
    quorum, until it is for anybody, as authors leave then; and versions are made without those who
@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random
+from statistics import mean
 from typing import NamedTuple
 
 from diloco.config import OuterConfig, SwarmConfig
@@ -242,11 +243,11 @@ def differences(run: Run, at_one: Outcome, other: Outcome) -> list[str]:
 
 
 def _differences_of_shares(at_one: Outcome, other: Outcome, but: Collection[str]) -> list[str]:
-    found = [
-        f"{peer} trains in {share:.0%}, {other.trained[peer]:.0%} of the time"
-        for peer, share in sorted(at_one.trained.items())
-        if peer not in but and abs(share - other.trained[peer]) > PACE
-    ]
+    found = list[str]()
+    peers = at_one.trained.keys() - but
+    one, two = (mean(outcome.trained[peer] for peer in peers) for outcome in (at_one, other))
+    if abs(one - two) > PACE:
+        found.append(f"peers train in {one:.0%}, {two:.0%} of the time")
     if other.lost > at_one.lost + LOST:
         found.append(f"{at_one.lost:.0%}, {other.lost:.0%} of all contributions are late")
     return found

@@ -31,6 +31,7 @@ LEAST_BYTES = 2**14  # of a piece
 READ_S = 10.0  # in which others read what a peer still sends when it leaves (`swarm.node.node`)
 STALL_S = 20.0  # for which a donor waits for parts that have stopped to come (`swarm.rpc.state`)
 FIRST_MOVED_S = 1.0  # after its first byte, a transfer is told of; then with each heartbeat
+LISTENING_S = 15.0  # the same for who comes, where heartbeats are as rare as in large swarms
 REDIAL_S = 2.0
 OPENED, ASKED = 2, 3  # one-way trips until a stream is open, and its first message there
 TOKENS = 1000  # of an inner step
@@ -102,6 +103,7 @@ class Transfer:
         self.latency_s = swarm.latency(*ends)
         self.arrived = deque[float]()  # when the last byte of each piece reaches the downlink
         self.begun_at, self.over, self.trickle = swarm.now, False, 0  # bytes of the next piece
+        self.listens = False  # its peer is told again soon
 
     def available(self) -> int:
         """Pieces that the source has."""
@@ -363,7 +365,7 @@ class LinkedSwarm(base.Swarm):
     ) -> None:
         super().__init__(settings, seed=seed)
         self.seed, self.sizes, self.planned, self.jitter = seed, list(sizes), planned, jitter
-        self.parts = parts
+        self.parts, self.over_at = parts, inf  # when the run was over for a peer
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
@@ -541,6 +543,7 @@ class LinkedSwarm(base.Swarm):
             peer.leaves = True
             if finished or not peer.stepping:
                 peer.ends(self.now)
+                self.over_at = min(self.over_at, self.now) if finished else self.over_at
                 self.tell(peer, events.Leave(finished))
 
     # -- what cores ask for ------------------------------------------------------------------------
@@ -661,8 +664,16 @@ class LinkedSwarm(base.Swarm):
             transfer.source.uplink.serve(transfer)
 
     def _tell_moved(self, transfer: Transfer) -> None:
-        if not transfer.over and (moved := transfer.moved()):
-            self.tell(transfer.hears, moved)
+        peer, moved = transfer.hears, None if transfer.over else transfer.moved()
+        if moved is not None:
+            self.tell(peer, moved)
+        if not (transfer.over or transfer.listens or peer.core is None or peer.facts.ready):
+            transfer.listens = True
+            self.at(self.now + LISTENING_S, self._tell_again, transfer)
+
+    def _tell_again(self, transfer: Transfer) -> None:
+        transfer.listens = False
+        self._tell_moved(transfer)
 
     def _note(self, peer: LinkedPeer, kind: str, fields: dict[str, Any]) -> None:
         self.said.append(Said(self.now, peer.name, kind, fields, peer.facts.finished))

@@ -7,7 +7,8 @@ from tests.support.peers import command
 
 def test_the_real_wandb_logs_offline_into_the_run_directory(tmp_path: Path) -> None:
     script = """
-import sys
+import os, sys
+del os.environ["WANDB_MODE"]  # which would win over the setting
 from diloco.config import compose
 from diloco.rundir.metrics import RunLog, WandbLog
 config = compose(["wandb.mode=offline", f"run.dir={sys.argv[1]}", "run.id=a.b"])

@@ -100,6 +100,9 @@ class FragmentState:
     pinned: tuple[Tip, float] | None = None  # a tip kept until then, for those who fetch its parts
     # ids of heads of which something is being sent, by peer, and `want` and `part` of its question
     serving: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    served_at: dict[tuple[str, str, int], float] = field(
+        default_factory=dict
+    )  # records, since when
     # the next version
     pool: dict[str, Contribution] = field(default_factory=dict)  # to it, by contributor
     quorum_at: float | None = None  # since when a quorum of them is here

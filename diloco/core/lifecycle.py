@@ -41,6 +41,7 @@ def lost(core: Facts, event: events.Lost) -> None:
         f.ahead.pop(peer, None)
         f.coming.pop(peer, None)
         f.serving = {name: head for name, head in f.serving.items() if name[0] != peer}
+        f.served_at = {name: at for name, at in f.served_at.items() if name[0] != peer}
         f.drop_donor(peer)
         for item in f.pool.values():
             if item.sent_to == peer:

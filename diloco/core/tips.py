@@ -140,8 +140,11 @@ def arriving(core: Facts, event: events.Arriving) -> None:
 def served(core: Facts, event: events.Served) -> None:
     """A donor's stream to a peer is over: another one may have its place."""
     f, get = core.fragments[event.get.fragment], event.get
-    head = f.serving.pop((event.peer, get.want, get.part), "")
-    if f.pinned and head == f.pinned[0].head.id:
+    name = (event.peer, get.want, get.part)
+    f.served_at.pop(name, None)
+    head = f.serving.pop(name, "")
+    # not by the first part alone: the copy may not have been made, if the anchor moved just then
+    if get.want and f.pinned and head == f.pinned[0].head.id:
         _pin(core, f, f.pinned[0])
 
 
@@ -339,16 +342,16 @@ def answer(core: Facts, event: events.Asked) -> None:
     known = get.fragment < len(core.fragments)
     answer: events.Records | events.AnchorPart | None = None
     if known and get.want:
-        answer = _part(core.fragments[get.fragment], event.peer, get)
+        answer = _part(core, core.fragments[get.fragment], event.peer, get)
     elif known:
         answer = _newer(core, core.fragments[get.fragment], event.peer, get)
     core.out.append(events.Reply(event.peer, get, answer))
 
 
-def _part(f: FragmentState, peer: str, get: Get) -> events.AnchorPart | None:
+def _part(core: Facts, f: FragmentState, peer: str, get: Get) -> events.AnchorPart | None:
     """A part of the anchor of the tip, or of the one that is pinned."""
-    tips = (f.tip, *([f.pinned[0]] if f.pinned else []))
-    kept = next((tip for tip in tips if tip.head.id == get.want), None)
+    tips = (f.tip, f.kept(core.now))
+    kept = next((tip for tip in tips if tip and tip.head.id == get.want), None)
     if kept is None or get.part >= len(kept.parts):
         return None
     f.serving[peer, get.want, get.part] = kept.head.id
@@ -367,10 +370,13 @@ def _newer(
     passes_on = f.arriving is not None and f.arriving.prev == have[1]
     head = f.arriving if f.arriving and passes_on else tip.head
     asked = (peer, "", get.part)
-    others = [head for name, head in f.serving.items() if not name[1] and name != asked]
+    # a peer that reads slowly, or hangs, has its place for a round at most
+    since = core.now - max(core.settings.deadline_s, pace.round_s(core, f))
+    served = (name for name, at in f.served_at.items() if at > since and name != asked)
+    others = [f.serving.get(name, "") for name in served]
     if head.key <= have or others.count(head.id) >= core.settings.fanout:
         return None  # it is no news, or to be had elsewhere
-    f.serving[asked] = head.id
+    f.serving[asked], f.served_at[asked] = head.id, core.now
     if passes_on:
         return events.Records((Record(head, None),))
     chain, prev = list[Record](), get.have[1]
@@ -385,7 +391,7 @@ def _newer(
     else:
         tip = kept
     if not tip.parts:
-        del f.serving[asked]
+        del f.serving[asked], f.served_at[asked]
         return None
     f.serving[asked] = tip.head.id
     return events.AnchorPart(tip.head, tip.book, tip.parts, 0)

@@ -369,7 +369,7 @@ class LinkedSwarm(base.Swarm):
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
-        self.captured: list[Line] = []
+        self.captured: list[tuple[Line, int]] = []  # with the life of its peer
         self.adopted: dict[str, dict[str, float]] = {}  # by head and peer
         self.on_step: list[Callable[[LinkedPeer], None]] = []
         self._latencies: dict[tuple[str, str], float] = {}
@@ -575,7 +575,7 @@ class LinkedSwarm(base.Swarm):
             case events.Capture() | events.Load() if peer.stepping:
                 peer.later.append(action)
             case events.Capture(line):
-                self.captured.append(line)
+                self.captured.append((line, peer.life))
                 if line.fragment == CONTROL:
                     peer.cycles.append((self.now, peer.trained_s))
                 super().do(peer, action)

@@ -175,19 +175,16 @@ def _outcome(swarm: LinkedSwarm, gone_at: Mapping[str, float]) -> Outcome:
         for head in swarm.history(fragment):
             merged[fragment, head.number] = tuple(sorted(line.peer for line in head.counted))
             stamps |= {(line.peer, fragment, line.stamp) for line in head.counted}
-    newest = {(line.peer, line.fragment): line.stamp for line in swarm.captured}
-    count = sum(newest[line.peer, line.fragment] != line.stamp for line in swarm.captured)
-    lost = sum(
-        newest[line.peer, line.fragment] != line.stamp
-        and (line.peer, line.fragment, line.stamp) not in stamps
-        for line in swarm.captured
-    )
+    lines = [line for line, _ in swarm.captured]
+    newest = {(line.peer, line.fragment): line.stamp for line in lines}
+    ended = [line for line in lines if newest[line.peer, line.fragment] != line.stamp]
+    lost = sum((line.peer, line.fragment, line.stamp) not in stamps for line in ended)
     over_at = swarm.over_at if swarm.settings.quorum else inf
     said = (one for one in swarm.said if not one.over and one.at < over_at)
     notes = Counter((one.peer, one.kind) for one in said)
     trained = {peer.name: peer.utilization(swarm.now) for peer in swarm.peers.values()}
     left = [one.name for one in swarm.alive()]
-    return Outcome(merged, trained, lost / max(1, count), before, notes, left, swarm.now)
+    return Outcome(merged, trained, lost / max(1, len(ended)), before, notes, left, swarm.now)
 
 
 def _plan(

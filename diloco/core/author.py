@@ -51,6 +51,8 @@ def close(core: Facts, f: FragmentState) -> None:
         wait_s = _grace_s(core, chosen)
     if missing and now < f.quorum_at + wait_s:
         return core.wake(f.quorum_at + wait_s)
+    if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
+        return core.wake(now + LOOK_S)
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
     patience.slow |= _stalled(core, f) - here.keys()
@@ -90,7 +92,8 @@ def _stalled(core: Facts, f: FragmentState) -> set[str]:
     stalls again and again: each version lets it make a few inner steps more."""
     limits = core.now, core.settings.stall_s, pace.first_step_s(core), pace.round_s(core, f)
     trainers = (member for member in core.members.all() if member.status.trains)
-    return {member.peer for member in trainers if member.stalled(*limits)}
+    stalled = {member.peer for member in trainers if member.stalled(*limits)}
+    return {peer for peer in stalled if not pace.will_end(core, f, peer)}
 
 
 def _round_s(core: Facts, f: FragmentState, item: Contribution) -> float:

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from diloco.core import lifecycle, pace
 from diloco.core.events import Capture, Captured, Delivered, Loaded, SendPayload, Stepped
-from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState
+from diloco.core.facts import CONTROL, SHUNNED, Contribution, Facts, FragmentState, Transfer
+from diloco.core.members import MAX_PEERS
 from diloco.messages.control import Answer, Offer
-from diloco.messages.fields import MAX_SECONDS, MAX_TOKENS, MAX_UNIT_RANGES, at_most
+from diloco.messages.fields import MAX_SECONDS, MAX_TOKENS, MAX_UNIT_RANGES, at_most, forget_oldest
 from diloco.messages.heads import Line
 from diloco.ranges import difference, sound, union
 
@@ -136,18 +137,21 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
         return
     patience_s, via, now = pace.patience_s(core, f), core.next_hop(author), core.now
     round_s = pace.round_s(core, f)
+    if core.settings.barrier and core.members.any_moves(now - core.settings.stall_s):
+        patience_s *= 2  # the author may wait for that peer
     for item in f.pool.values():
         mine = item.line.peer == core.me
+        # the author may wait for a peer that pauses, or has made versions that are still to come
         pauses = core.settings.barrier and core.members.any_pauses(now, round_s)
-        if item.held_since is not None and pauses:
-            item.held_since = now  # the author may wait for that peer
+        if item.held_since is not None and (pauses or f.behind()):
+            item.held_since = now
         known = item.held_since if item.sent_to == via else None
         wait_s = 0.0 if mine or core.leaving else core.settings.refresh_s
         if now < item.arrived_at + wait_s or f.tip.objection(item.line):
             continue
         is_new = mine and not item.sent_to and item.held_since is None and not item.unanswered
         if known is not None and now - known > patience_s:
-            core.shun(author, SHUNNED * patience_s)
+            core.shun(author, SHUNNED * pace.patience_s(core, f))
             core.note("stuck", fragment=f.index, author=author, waited_s=round(now - known, 1))
         elif via == author and is_new:  # it is wanted
             item.sent_to = via
@@ -167,9 +171,15 @@ def _send(core: Facts, f: FragmentState, item: Contribution, at: int) -> None:
 
 
 def moved(core: Facts, peer: str, line: Line, nbytes: int) -> None:
-    """So many bytes of a payload have arrived."""
-    item = core.fragments[line.fragment].pool.get(line.peer)
-    if item and item.line == line and item.sent_to == peer and item.sending_since < inf:
+    """So many bytes of a payload have arrived: there, or from that peer here."""
+    f = core.fragments[line.fragment]
+    item = f.pool.get(line.peer)
+    if item is None or item.line != line:
+        transfer = f.transfers.get(line.peer)
+        since = transfer.since if transfer and transfer.stamp == line.stamp else core.now
+        f.transfers[line.peer] = Transfer(line.stamp, since, core.now, nbytes)
+        forget_oldest(f.transfers, MAX_PEERS)
+    elif item.sent_to == peer and item.sending_since < inf:
         if line.peer == core.me:
             core.progress(nbytes - item.sent_bytes)
         item.offer_at, item.sent_bytes = inf, nbytes
@@ -241,6 +251,7 @@ def delivered(core: Facts, event: Delivered) -> bool:
         if line.peer not in f.pool and _is_full(core, f):
             f.pool.pop(_misfit(core, f), None)
         f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now - event.age_s)
+        f.transfers.pop(line.peer, None)
         core.changed_data = core.changed_data or f is core.control
     offered(core, event.peer, Offer(line))
     enough = core.settings.quorum or core.num_trainers()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import sha256
 from math import inf
 from typing import Any, NamedTuple
 
 from diloco.core import history
 from diloco.core.events import Action, Merge, Note, Send, Wake
 from diloco.core.history import Arithmetic, Record, Tip
-from diloco.core.members import Members, Patience
+from diloco.core.members import Members, Patience, in_turn, score
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
@@ -40,6 +38,15 @@ class Contribution:
     unanswered: bool = False  # that peer has not said what it does with the offer
     offer_at: float = 0.0  # when it is offered again
     held_since: float | None = None  # since when that peer says that it has it
+
+
+class Transfer(NamedTuple):
+    """The payload of a contribution that is arriving here."""
+
+    stamp: int  # of its line
+    since: float
+    moved_at: float  # when the newest bytes came
+    nbytes: int
 
 
 class Goal(NamedTuple):
@@ -98,13 +105,12 @@ class FragmentState:
     # for others
     records: dict[str, Record] = field(default_factory=dict)  # the newest, by the head before
     pinned: tuple[Tip, float] | None = None  # a tip kept until then, for those who fetch its parts
-    # ids of heads of which something is being sent, by peer, and `want` and `part` of its question
+    # heads of which something is sent, by peer, `want` and `part` of its question; and since when
     serving: dict[tuple[str, str, int], str] = field(default_factory=dict)
-    served_at: dict[tuple[str, str, int], float] = field(
-        default_factory=dict
-    )  # records, since when
+    served_at: dict[tuple[str, str, int], float] = field(default_factory=dict)
     # the next version
     pool: dict[str, Contribution] = field(default_factory=dict)  # to it, by contributor
+    transfers: dict[str, Transfer] = field(default_factory=dict)  # to the pool, by contributor
     quorum_at: float | None = None  # since when a quorum of them is here
     merge: Merge | None = None  # it is being made here
     merge_at: float = 0.0  # when that is tried again after it failed
@@ -172,25 +178,6 @@ class FragmentState:
         if self.arriving and self.fetch and self.fetch.donor:
             return True
         return bool(self.ahead) and any(peer not in self.retry_at for peer in self.greater())
-
-
-@lru_cache(1 << 16)
-def score(fragment: int, peer: str) -> int:
-    """Rendezvous: the order of peers for a fragment, the lowest first."""
-    return -int.from_bytes(sha256(f"{fragment}:{peer}".encode()).digest()[:8])
-
-
-@lru_cache(1 << 8)
-def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
-    """By fragment, the first peer in rendezvous order that has no more than its share of them."""
-    share, larger = divmod(fragments, len(peers))
-    held, chosen = dict.fromkeys(peers, 0), list[str]()
-    for fragment in range(fragments):
-        most = share + (sum(number > share for number in held.values()) < larger)
-        free = (peer for peer in peers if held[peer] < most)
-        chosen.append(min(free, key=lambda peer: score(fragment, peer)))
-        held[chosen[-1]] += 1
-    return chosen
 
 
 @dataclass(eq=False)

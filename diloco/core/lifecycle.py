@@ -42,6 +42,7 @@ def lost(core: Facts, event: events.Lost) -> None:
         f.coming.pop(peer, None)
         f.serving = {name: head for name, head in f.serving.items() if name[0] != peer}
         f.served_at = {name: at for name, at in f.served_at.items() if name[0] != peer}
+        f.transfers.pop(peer, None)
         f.drop_donor(peer)
         for item in f.pool.values():
             if item.sent_to == peer:
@@ -111,7 +112,10 @@ def leave(core: Facts) -> None:
     if not core.leaving:
         return
     kept = lacks = making = False
+    limit = core.leave_by
     for f in core.fragments:
+        if any(core.now - at < pace.round_s(core, f) for at in f.served_at.values()):
+            limit = max(limit, core.leave_by + 3 * pace.patience_s(core, f))
         if f.steps_left is not None or f.stale:
             f.forget()  # nothing is loaded any more, so what came after is lost
         without = [one.tips.get(f.index, (0, "")) < f.tip.key for one in core.members.all()]
@@ -121,6 +125,6 @@ def leave(core: Facts) -> None:
         useful = [one for one in f.pool.values() if not f.tip.objection(one.line)]
         kept = kept or (not core.over(f.tip) and any(one.held_since is None for one in useful))
     core.due = [f for f in core.fragments if f.unsent and not core.finished]
-    if not (core.due or kept or making or lacks) or core.now > core.leave_by:
+    if not (core.due or kept or making or lacks) or core.now > limit:
         core.exited = True
         core.out.append(events.Exit())

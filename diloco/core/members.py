@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
 from typing import Generic, TypeVar
 
 from diloco.config.address import address_error
@@ -26,6 +28,25 @@ BEATS_PER_S = 64.0  # heard from all others together; in smaller swarms, one eve
 MAX_ADDRESSES = 4  # kept of one peer, the best first
 ROUNDS = 3.0  # median rounds of the contributors for which a version waits
 PAUSE_RATE = 0.05  # of all time: what one peer may make the others wait in the long run
+
+
+@lru_cache(1 << 16)
+def score(fragment: int, peer: str) -> int:
+    """Rendezvous: the order of peers for a fragment, the lowest first."""
+    return -int.from_bytes(sha256(f"{fragment}:{peer}".encode()).digest()[:8])
+
+
+@lru_cache(1 << 8)
+def in_turn(fragments: int, peers: tuple[str, ...]) -> list[str]:
+    """By fragment, the first peer in rendezvous order that has no more than its share of them."""
+    share, larger = divmod(fragments, len(peers))
+    held, chosen = dict.fromkeys(peers, 0), list[str]()
+    for fragment in range(fragments):
+        most = share + (sum(number > share for number in held.values()) < larger)
+        free = (peer for peer in peers if held[peer] < most)
+        chosen.append(min(free, key=lambda peer: score(fragment, peer)))
+        held[chosen[-1]] += 1
+    return chosen
 
 
 @dataclass
@@ -155,6 +176,10 @@ class Members:
     def any_pauses(self, now: float, round_s: float) -> bool:
         """Whether a member evaluates or saves, and not for too long."""
         return any(member.pauses(now, round_s) for member in self.all())
+
+    def any_moves(self, since: float) -> bool:
+        """Whether a member that trains has made a step, or moved bytes, since then."""
+        return any(one.status.trains and one.progress_at >= since for one in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
         """Who may be an author: members, whom a member hears, and this peer if it says so."""

@@ -29,6 +29,15 @@ def deadline_s(core: Facts, f: FragmentState) -> float:
     return max(core.settings.deadline_s, round_s(core, f) / 8)
 
 
+def will_end(core: Facts, f: FragmentState, peer: str) -> bool:
+    """Whether the payload of a contribution is arriving here, and will be in time at that rate."""
+    transfer = f.transfers.get(peer)
+    if transfer is None or core.now - transfer.moved_at > core.settings.stall_s:
+        return False
+    took_s = core.now - transfer.since
+    return took_s * f.sizes.payload <= patience_s(core, f) * max(1, transfer.nbytes)
+
+
 def first_step_s(core: Facts) -> float:
     """How long a first step may take: where the others' take longer, ten of theirs."""
     paces = [core.steps_per_s, *(member.status.steps_per_s for member in core.members.all())]

@@ -15,9 +15,9 @@ from typing import Any
 
 from diloco.config import WIRE_VERSION
 from diloco.core import author, contributions, data, events, lifecycle, tips
-from diloco.core.facts import Facts, FragmentState, score
+from diloco.core.facts import Facts, FragmentState
 from diloco.core.history import Arithmetic, Tip
-from diloco.core.members import AddressBook, Members, Patience
+from diloco.core.members import AddressBook, Members, Patience, score
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages import fields
 from diloco.messages.bulk import Get

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from diloco.core import events, pace
 from diloco.core.contributions import impossible
-from diloco.core.facts import SHUNNED, Facts, Fetch, FragmentState, Goal, Moving, score
+from diloco.core.facts import SHUNNED, Facts, Fetch, FragmentState, Goal, Moving
 from diloco.core.history import Record, Tip, follow, state_of, wrong, wrong_state
-from diloco.core.members import MAX_PEERS
+from diloco.core.members import MAX_PEERS, score
 from diloco.messages.bulk import Get
 from diloco.messages.fields import forget_oldest
 from diloco.messages.heads import Head

@@ -667,6 +667,9 @@ class LinkedSwarm(base.Swarm):
         peer, moved = transfer.hears, None if transfer.over else transfer.moved()
         if moved is not None:
             self.tell(peer, moved)
+            if isinstance(transfer, PayloadTransfer):
+                receives = events.Moved(peer.name, moved.question, moved.nbytes)
+                self.tell(transfer.target, receives)
         if not (transfer.over or transfer.listens or peer.core is None or peer.facts.ready):
             transfer.listens = True
             self.at(self.now + LISTENING_S, self._tell_again, transfer)

@@ -109,7 +109,9 @@ class ContributionServer:
         most = self._replica.payloads[line.fragment].nbytes - 1
 
         def acknowledge(nbytes: int) -> None:
-            stream.push(Got(min(push.at + nbytes, most)))
+            here = min(push.at + nbytes, most)
+            stream.push(Got(here))
+            self._context.do(events.Moved(stream.peer, line, here))
 
         with self._context.moving(lambda: stream.payload_in, acknowledge):
             payload = await self._payload(stream, line, push.at)

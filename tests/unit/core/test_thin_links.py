@@ -156,6 +156,80 @@ def test_a_version_without_a_peer_is_said_there_with_what_was_under_way() -> Non
     ]
 
 
+@pytest.mark.parametrize("moves_s", [0.0, 30.0, 1e4])
+def test_a_barrier_waits_for_a_payload_that_arrives_until_it_stops(moves_s: float) -> None:
+    swarm = Scene()
+    author, peer, carry = swarm.author(), swarm.contributor(), swarm.carry
+    swarm.until(swarm.now + 60.0, lambda: peer.name in author.facts.control.pool)
+
+    def slowly(sender: str, to: str, event: Any, *rest: Any, **how: Any) -> None:
+        if not (isinstance(event, events.Delivered) and sender == peer.name):
+            carry(sender, to, event, *rest, **how)
+
+    swarm.carry = slowly  # type: ignore[method-assign]
+    swarm.next_version()
+    swarm.until(swarm.now + 60.0, lambda: is_sent(peer))
+    line = peer.facts.control.pool[peer.name].line
+    made, began_at = len(swarm.made), swarm.now
+    while len(swarm.made) == made and swarm.now < began_at + 500.0:
+        if swarm.now < began_at + moves_s:
+            author.core.receive(Moved(peer.name, line, int(swarm.now - began_at)), swarm.now)
+        swarm.until(swarm.now + 1.0)
+    waited_s = swarm.now - began_at
+    floor_s, stall_s = author.settings.floor_s, author.settings.stall_s
+    longest_s = pace.patience_s(author.facts, author.facts.control)
+    match moves_s:
+        case 0.0:
+            assert waited_s < floor_s + 5.0
+        case 30.0:
+            assert 30.0 < waited_s < 30.0 + stall_s + 2.0
+        case _:
+            assert longest_s < waited_s < longest_s + 5.0
+
+
+def test_an_author_whose_versions_are_still_to_come_is_not_stuck() -> None:
+    swarm, peer, _, _ = fetching()
+    author, now = swarm.author(), swarm.now
+    [item] = peer.facts.control.pool.values()
+    item.sent_to, item.held_since = author.name, now - 1e4
+    peer.core.receive(events.Tick(), now)
+    assert item.held_since == now and not peer.facts.shunned
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_an_author_may_wait_twice_as_long_for_a_peer_whose_bytes_move(moves: bool) -> None:
+    swarm = Scene()
+    author, peer = swarm.author(), swarm.contributor()
+    swarm.until(swarm.now + 60.0, lambda: is_sent(peer))
+    facts, item = peer.facts, peer.facts.control.pool[peer.name]
+    now = swarm.now + 1e3
+    hear_all(peer, now)
+    item.sent_to, item.sending_since = author.name, inf
+    item.held_since = now - 1.5 * pace.patience_s(facts, facts.control)
+    facts.members.all()[-1].progress_at = now if moves else swarm.now
+    peer.core.receive(events.Tick(), now)
+    assert bool(facts.shunned) != moves
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_who_has_finished_stays_while_its_last_version_is_under_way(serves: bool) -> None:
+    swarm, peer, _, donor = fetching()
+    author, facts = swarm.peers[donor], swarm.peers[donor].facts
+    began_at = swarm.now
+    author.core.receive(events.Leave(finished=True), began_at)
+    facts.control.served_at = {}
+    late = facts.leave_by + 1.0
+    hear_all(author, late)
+    if serves:
+        facts.control.served_at[peer.name, "", 0] = late - 1.0
+    exits = of_kind(author.core.receive(events.Tick(), late), events.Exit)
+    assert bool(exits) != serves
+    last = facts.leave_by + 3 * pace.patience_s(facts, facts.control) + 1.0
+    hear_all(author, last)
+    facts.control.served_at[peer.name, "", 0] = last
+    assert serves == bool(of_kind(author.core.receive(events.Tick(), last), events.Exit))
+
+
 def test_before_the_first_version_a_round_is_a_cycle_and_what_sending_takes() -> None:
     swarm = Scene(bulk_s=0.5)
     facts = swarm.contributor().facts

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace as replace_field
 
 from diloco.core import events
-from diloco.core.facts import score
 from diloco.core.history import blank
+from diloco.core.members import score
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.control import Status
 from diloco.messages.heads import Head

@@ -39,12 +39,14 @@ def close(core: Facts, f: FragmentState) -> None:
     if not chosen or len(chosen) < need:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
+    if settings.quorum is not None and pace.is_under_way(core, f):
+        return core.wake(_next_look(now))
     round_s = pace.round_s(core, f)
     pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
     myself = core.me in missing and core.pauses and now - core.progress_at < pause_limit_s
     if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now, round_s) or myself):
         f.quorum_at = now  # the wait begins when the pause has ended
-        return core.wake(now + LOOK_S)
+        return core.wake(_next_look(now))
     if settings.barrier:
         wait_s = patience.wait_s([_round_s(core, f, item) for item in chosen.values()])
     else:
@@ -52,13 +54,18 @@ def close(core: Facts, f: FragmentState) -> None:
     if missing and now < f.quorum_at + wait_s:
         return core.wake(f.quorum_at + wait_s)
     if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
-        return core.wake(now + LOOK_S)
+        return core.wake(_next_look(now))
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
     patience.slow |= _stalled(core, f) - here.keys()
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
     _merge(core, f, list(chosen.values())[:MAX_LINES])
+
+
+def _next_look(now: float) -> float:
+    """A time that all decisions of a second share, so that each does not begin looks of its own."""
+    return (now // LOOK_S + 1) * LOOK_S
 
 
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:

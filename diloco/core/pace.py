@@ -38,6 +38,22 @@ def will_end(core: Facts, f: FragmentState, peer: str) -> bool:
     return took_s * f.sizes.payload <= patience_s(core, f) * max(1, transfer.nbytes)
 
 
+def is_under_way(core: Facts, f: FragmentState) -> bool:
+    """Whether the tip is being sent from here to a first peer. With a quorum, what comes meanwhile
+    is merged together:
+
+    1. On a thin link a version takes longer to send than an inner step takes. 2. The author's own
+    contributions need no link, so it would make version after version of these alone. 3. Those of
+    others would be late, and all that the link carries would be out of date.
+    """
+    since, tip = core.now - max(core.settings.deadline_s, round_s(core, f)), f.tip
+    if any(member.tips.get(f.index) == tip.key for member in core.members.all()):
+        return False
+    return any(
+        at > since and f.serving.get(name) == tip.head.id for name, at in f.served_at.items()
+    )
+
+
 def first_step_s(core: Facts) -> float:
     """How long a first step may take: where the others' take longer, ten of theirs."""
     paces = [core.steps_per_s, *(member.status.steps_per_s for member in core.members.all())]

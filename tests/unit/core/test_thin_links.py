@@ -196,6 +196,25 @@ def test_an_author_whose_versions_are_still_to_come_is_not_stuck() -> None:
     assert item.held_since == now and not peer.facts.shunned
 
 
+@pytest.mark.parametrize("given", ["to nobody", "long ago", "to one"])
+def test_with_a_quorum_what_comes_while_a_version_is_sent_is_merged_together(given: str) -> None:
+    swarm = Scene(ProtocolSettings(sync_every=10, quorum=1), after=5.0)
+    author, peer = swarm.author(), swarm.contributor()
+    f, carry, now = author.facts.control, swarm.carry, swarm.now
+    swarm.next_version()
+    f.serving, f.served_at = {(peer.name, "", 0): f.tip.head.id}, {(peer.name, "", 0): swarm.now}
+    for member in author.facts.members.all():
+        member.tips = {0: f.tip.key if given == "to one" else (0, "")}
+    swarm.carry = lambda *_, **__: None  # type: ignore[method-assign]  # nobody says or sends more
+    made, now = len(swarm.made), swarm.now
+    if given == "long ago":
+        f.served_at = {(peer.name, "", 0): now - 2 * pace.round_s(author.facts, f) - 10.0}
+    swarm.until(now + 7.0, lambda: len(swarm.made) > made)
+    ticks = [author.core.receive(events.Tick(), swarm.now + turn / 100) for turn in range(10)]
+    assert sum(len(of_kind(actions, events.Wake)) for actions in ticks) <= 2  # they share a look
+    assert (len(swarm.made) > made) == (given != "to nobody")
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_an_author_may_wait_twice_as_long_for_a_peer_whose_bytes_move(moves: bool) -> None:
     swarm = Scene()

@@ -48,18 +48,19 @@ targets = st.floats(0.05, 0.999)
 
 
 def test_fragments_spread_the_load_over_peers() -> None:
-    # Three quarters go up, and as many come; then the updates. Two parts of 1.6 MB / 64 follow.
+    # Three quarters go up, and as many come; then the updates, of which a peer passes on 5/4 of
+    # the mean. Two parts of 1.6 MB / 64 follow.
     found = predict(FOUR, SLOW, step_s=1.0)
-    assert (found.bytes_sent, found.peak_bytes) == (9_600_000, 9_600_000)
-    assert (found.compute_s, found.exchange_s, found.wait_s) == (100.0, 6.03125, 6.03125)
-    assert found.utilization == pytest.approx(100 / 106.03125)
+    assert (found.bytes_sent, found.peak_bytes) == (9_600_000, 10_800_000)
+    assert (found.compute_s, found.exchange_s, found.wait_s) == (100.0, 6.78125, 6.78125)
+    assert found.utilization == pytest.approx(100 / 106.78125)
     # Three whole models come to the author, which sends two; the average stays.
     found = predict(replace(FOUR, fragments=1), SLOW, step_s=1.0)
     assert (found.bytes_sent, found.peak_bytes) == (9_600_000, 25_600_000)
     assert found.exchange_s == 12 + 8 + 0.125
-    # Six leave two with the busiest of four: 3 x 2/6 come to it, then 5/6 to one with one.
+    # Six leave two with the busiest of four: 3 x 2/6 come to it, then 3/4 x 5/4 go out.
     found = predict(replace(FOUR, fragments=6), SLOW, 1.0)
-    assert found.exchange_s == pytest.approx(4 + 10 / 3 + 1 / 48)
+    assert found.exchange_s == pytest.approx(4 + 3.75 + 1 / 48)
     # To one other peer it is sent once, and nobody passes it on.
     assert predict(replace(FOUR, peers=2, fragments=1), SLOW, 1.0).exchange_s == 4 + 4 + 0.0625
     # One peer exchanges nothing.
@@ -76,7 +77,7 @@ def test_the_directions_of_a_link_and_small_updates_count() -> None:
     assert needed and needed.down_bytes_per_s == pytest.approx(4 * needed.up_bytes_per_s)
     # An update below 16 KiB is one part, which each of log2(4) peers has before it passes it on.
     tiny = replace(FOUR, bytes_up=4000, bytes_down=4000)
-    assert predict(tiny, NetworkLink(1e3, 1e3), 1.0).exchange_s == 3 + 3 + 2
+    assert predict(tiny, NetworkLink(1e3, 1e3), 1.0).exchange_s == 3 + 3.75 + 2
 
 
 def test_overlap_hides_its_inner_steps_and_no_more() -> None:
@@ -90,7 +91,7 @@ def test_overlap_hides_its_inner_steps_and_no_more() -> None:
 
 def test_the_latency_is_paid_for_every_trip_of_an_exchange() -> None:
     link = replace(SLOW, latency_s=0.05)
-    assert predict(FOUR, link, 1.0).exchange_s == pytest.approx(6.03125 + (TRIPS + 1) * 0.05)
+    assert predict(FOUR, link, 1.0).exchange_s == pytest.approx(6.78125 + (TRIPS + 1) * 0.05)
     far = replace(SLOW, latency_s=1.0)
     assert needed_link(FOUR, far, 1.0, 0.95) is None, "bandwidth is no remedy for it"
     rows = dict(arithmetic(FOUR, far, 1.0, 0.95))
@@ -101,7 +102,7 @@ def test_the_number_of_fragments_with_which_peers_wait_least_is_named() -> None:
     one = replace(FOUR, fragments=1)
     best, waits = compare_fragments(one, SLOW, 1.0, 10**6)
     assert best == 4 and list(waits) == [1, 2, 4, 8, 16, 24, 32]
-    assert (waits[1], waits[4]) == (20.125, 6.03125)
+    assert (waits[1], waits[4]) == (20.125, 6.78125)
     # What is set stays, where another number saves less than 5 %; peers are a candidate, too.
     assert compare_fragments(replace(FOUR, fragments=8), SLOW, 1.0, 99)[0] == 8
     assert compare_fragments(replace(one, peers=6), SLOW, 1.0, 99)[0] == 6
@@ -134,12 +135,15 @@ def test_without_a_barrier_updates_or_a_smaller_state_come(
 
 
 def test_many_peers_need_what_the_paper_computes() -> None:
-    """150M parameters, H = 500, a second per step, 95 % (arXiv 2501.18512, as INTELLECT-1)."""
+    """150M parameters, H = 500, a second per step, 95 % (arXiv 2501.18512, as INTELLECT-1), and
+    half of that more, as the busiest peer passes on twice the mean."""
     for bits, needed in ((8, 91e6), (16, 182e6), (4, 46e6)):
         nbytes = 150_000_000 * bits // 8
         exchange = ExchangeSize(nbytes, nbytes, peers=10_000, sync_every=500, fragments=10_000)
         link = needed_link(exchange, SLOW, 1.0, 0.95)
-        assert link and astuple(link) == pytest.approx((needed / 8, needed / 8, 0), rel=0.01)
+        assert link and astuple(link) == pytest.approx(
+            (1.5 * needed / 8, 1.5 * needed / 8, 0), rel=0.01
+        )
 
 
 @given(exchanges, links, steps_s, targets)

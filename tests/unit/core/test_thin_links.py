@@ -200,7 +200,7 @@ def test_an_author_whose_versions_are_still_to_come_is_not_stuck() -> None:
 def test_with_a_quorum_what_comes_while_a_version_is_sent_is_merged_together(given: str) -> None:
     swarm = Scene(ProtocolSettings(sync_every=10, quorum=1), after=5.0)
     author, peer = swarm.author(), swarm.contributor()
-    f, carry, now = author.facts.control, swarm.carry, swarm.now
+    f = author.facts.control
     swarm.next_version()
     f.serving, f.served_at = {(peer.name, "", 0): f.tip.head.id}, {(peer.name, "", 0): swarm.now}
     for member in author.facts.members.all():

@@ -39,19 +39,17 @@ def will_end(core: Facts, f: FragmentState, peer: str) -> bool:
 
 
 def is_under_way(core: Facts, f: FragmentState) -> bool:
-    """Whether the tip is being sent from here to a first peer. With a quorum, what comes meanwhile
-    is merged together:
+    """Whether nobody else has the tip, while versions are sent from here. With a quorum, what comes
+    meanwhile is merged together:
 
     1. On a thin link a version takes longer to send than an inner step takes. 2. The author's own
     contributions need no link, so it would make version after version of these alone. 3. Those of
     others would be late, and all that the link carries would be out of date.
     """
-    since, tip = core.now - max(core.settings.deadline_s, round_s(core, f)), f.tip
-    if any(member.tips.get(f.index) == tip.key for member in core.members.all()):
+    since = core.now - patience_s(core, f)
+    if any(member.tips.get(f.index) == f.tip.key for member in core.members.all()):
         return False
-    return any(
-        at > since and f.serving.get(name) == tip.head.id for name, at in f.served_at.items()
-    )
+    return any(at > since for at in f.served_at.values())
 
 
 def first_step_s(core: Facts) -> float:

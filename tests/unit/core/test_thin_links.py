@@ -208,7 +208,7 @@ def test_with_a_quorum_what_comes_while_a_version_is_sent_is_merged_together(giv
     swarm.carry = lambda *_, **__: None  # type: ignore[method-assign]  # nobody says or sends more
     made, now = len(swarm.made), swarm.now
     if given == "long ago":
-        f.served_at = {(peer.name, "", 0): now - 2 * pace.round_s(author.facts, f) - 10.0}
+        f.served_at = {(peer.name, "", 0): now - 2 * pace.patience_s(author.facts, f)}
     swarm.until(now + 7.0, lambda: len(swarm.made) > made)
     ticks = [author.core.receive(events.Tick(), swarm.now + turn / 100) for turn in range(10)]
     assert sum(len(of_kind(actions, events.Wake)) for actions in ticks) <= 2  # they share a look

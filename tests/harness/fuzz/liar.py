@@ -43,11 +43,11 @@ from diloco.swarm.rpc.probe import Probe, probe
 from diloco.swarm.rpc.watch import InfoRequest, request_manifest, request_snapshot
 from diloco.swarm.wire import streams
 from diloco.swarm.wire.streams import BROKEN
-from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
-from diloco.testing.fuzz.faults import Scenario, scenario
-from diloco.testing.fuzz.lives import Life, PeerSpec, Violation
-from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, on_stage
+from tests.harness.fuzz.crowd import Crowd
+from tests.harness.fuzz.extremes import NUM_VALUES, Target, changed, targets
+from tests.harness.fuzz.faults import Scenario, scenario
+from tests.harness.fuzz.lives import Life, PeerSpec, Violation
+from tests.harness.fuzz.stage import PROGRESS_S, Outcome, on_stage
 
 LIAR = "liar"
 SAID_BY_AUTHORS = ("answer", "grant", "part", "record")

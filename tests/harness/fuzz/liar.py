@@ -254,7 +254,7 @@ class _LieStage:
             f = self.random.choice(facts.fragments)
             requests: list[Message] = [Get(f.index, key) for key in (f.tip.key, (0, ""))]
             requests += [Get(f.index, f.tip.key, f.tip.head.id, 0), InnerRequest()]
-            requests += [InfoRequest("manifest"), InfoRequest("snapshot"), Probe(sends=0, wants=1)]
+            requests += [InfoRequest("manifest"), InfoRequest("snapshot"), Probe()]
             if others := [member.peer for member in facts.members.all()]:
                 request = self.random.choice(requests)
                 node.context.tasks.spawn(self._ask(node, self.random.choice(others), request))

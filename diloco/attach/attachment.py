@@ -12,7 +12,7 @@ import torch
 
 from diloco.attach.devices import default_modes
 from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
-from diloco.attach.optimizer import InnerStateTransfer, snapshot
+from diloco.attach.optimizer import ExchangeGuard, InnerStateTransfer, kind_of, snapshot
 from diloco.attach.parameters import TrainedParams, restored_after
 from diloco.attach.program import Action, Phase, Program, leave
 from diloco.attach.ranks import RankGroup
@@ -79,6 +79,7 @@ class Attachment:
         self._link = NodeLink(ranks, runtime, phases)
         self._optimizer, self._options, self._program = optimizer, options, program
         self._hook: NotEntered | StepHooks = NotEntered(optimizer)
+        self._guard = ExchangeGuard(parameters)
         self._progress = Progress(phases, runtime.clock)
         self._inner_state = InnerStateTransfer(optimizer, parameters, ranks, program.on_event)
         self.counted_tokens = self._sequences_per_round = 0
@@ -265,11 +266,12 @@ class Attachment:
 
     @default_modes
     def _before_step(self) -> None:
-        self.parameters.check_kept()
+        self._guard.check_kept()
         self.parameters.step_begins(self.inner_step == 0)
         self.schedulers.step_to(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
+        self._guard.check_step(kind_of(self._optimizer))
         with self._program.exchanging():
             self._after_step()
         self.parameters.step_done()
@@ -316,7 +318,7 @@ class Attachment:
 
     def _adopt(self, exchange: Exchange) -> None:
         """Let rank 0 exchange, and have all ranks go on from the anchor that it has then."""
-        with self.parameters.exchanging():
+        with self._guard.exchanging():
             position = self._link.adopt(exchange)
         self.exchanged |= position.version > self.version or not self.outer.barrier
         self._move_on(position)

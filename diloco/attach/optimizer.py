@@ -1,27 +1,22 @@
 """The optimizer of a loop: the plain one inside what libraries wrap around it, several as one, and
 the state with which that of a late peer starts.
 
-An optimizer is refused that would undo what it gets from the swarm: one with masters, an average of
-the parameters, or slow weights to which it returns. Nothing would fail, so it is tried out on small
-copies whether a change of the parameters stays.
+An optimizer with masters, or with slow weights to which it returns, would undo what the swarm gives
+it, and nothing would fail: `ExchangeGuard` names it after an exchange.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from itertools import accumulate
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
-from diloco.attach.devices import forked_random
-from diloco.attach.parameters import TORCHRUN, is_sharded, load_rows_
+from diloco.attach.parameters import SAMPLED, TORCHRUN, is_sharded, load_rows_, local_tensor
 from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
 from diloco.swarm.node.node import Node, OnEvent
@@ -30,11 +25,9 @@ from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 
 # libraries whose wrappers leave parameters alone
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-NOT_TRIED = ("torch.optim.", "diloco.")
-MOST = 1 << 18  # elements of a group that are copied
-# steps before the change, and after it; slow weights come back every 5 to 10 steps
-BEFORE, AFTER = 3, 12
-STAYS = 0.75  # of the change, at least
+STEPS_WATCHED = 12  # after exchanges; slow weights come back every 5 to 10 steps
+Parameters = Mapping[str, Tensor]  # of the model, by name
+NONE: Parameters = {}
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
@@ -56,12 +49,12 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
         if not isinstance(inside, Optimizer):
             break
         if library.partition(".")[0] not in LIBRARIES:
-            _refuse_hidden_copies(optimizer)
+            _refuse_two_sequences(optimizer)
             # a wrapper with hooks of its own tells when its step is over
             if "_optimizer_step_post_hooks" in vars(optimizer):
                 break
         optimizer = inside
-    _refuse_hidden_copies(optimizer)
+    _refuse_two_sequences(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer={name} is no torch.optim.Optimizer; attach one, after the model is made"
@@ -73,92 +66,80 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _refuse_hidden_copies(optimizer: Any) -> None:
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith(NOT_TRIED):
+def _refuse_two_sequences(optimizer: Any) -> None:
+    if type(optimizer).__module__.startswith("torch.optim."):
         return
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(
-            f"optimizer={name} has two sequences of parameters, which its train() and eval()"
-            " exchange, and the swarm would adopt one of them; attach an optimizer with one, such"
-            " as AdamW"
-        )
-    try:
-        share = _share_that_stays(optimizer)
-    except Exception:  # whatever a class that nobody here knows raises: it is believed
-        return
-    if share < STAYS:
-        raise ConfigError(
-            f"optimizer={name} returns to a copy of the parameters that it keeps:"
-            f" {max(share, 0.0):.0%} of a change between two steps is left after {AFTER} more, so"
-            " it would undo what the swarm gives; attach an optimizer without such a copy (instead"
-            " of masters: fp32 parameters and torch.autocast)"
+            f"optimizer={type(optimizer).__name__} has two sequences of parameters, which its"
+            " train() and eval() exchange, and the swarm would adopt one of them; attach an"
+            " optimizer with one, such as AdamW"
         )
 
 
-def _share_that_stays(optimizer: Any) -> float:
-    """The part of a change of the parameters that is left after some steps, in the worst dtype."""
-    generator = torch.Generator().manual_seed(0)
+class ExchangeGuard:
+    """Watches some steps after exchanges for what undoes these: the loop, or its optimizer.
 
-    def noise(like: Tensor) -> Tensor:
-        made = torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu")
-        return made.to(like)
+    1. An exchange moves the parameters by `way`. A copy of them, such as an average in the loop, or
+       masters or slow weights in the optimizer, stays behind.
+    2. The loop writes its copy back before the next step (`check_kept`), or a step does: it goes
+       along `-way`, and the others where gradients point, which is hardly along `way`.
+    3. So one step that goes back, unlike all others, is the fault (`check_step`). It takes three
+       steps to tell.
+    """
 
-    (one, own), (other, changed) = _copy(optimizer), _copy(optimizer)
-    with forked_random(own[0].device), torch.no_grad():
-        changes = [noise(p) * (0.1 * p.float().square().mean().sqrt().clamp(min=0.1)) for p in own]
-        for step in range(BEFORE + AFTER):
-            if step == BEFORE:
-                starts = [p.clone() for p in changed]
-                for p, change in zip(changed, changes, strict=True):
-                    p.add_(change)
-                # measure the change as the dtype rounded it
-                changes = [(p - start).float() for p, start in zip(changed, starts, strict=True)]
-            for p, q in zip(own, changed, strict=True):
-                p.grad = noise(p)
-                q.grad = p.grad.clone()
-            for made in (one, other):
-                type(made).step(made)
-    left, whole = defaultdict[torch.dtype, float](float), defaultdict[torch.dtype, float](float)
-    for p, q, change in zip(own, changed, changes, strict=True):
-        left[p.dtype] += float(((q - p).detach().float() * change).sum())
-        whole[p.dtype] += float(change.square().sum())
-    return min(left[dtype] / whole[dtype] for dtype in left)
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._is_over = False
+        self._way: Tensor | None = None  # of the last exchange, of some values
+        self._given: Tensor | None = None  # by it, until the next step begins
+        self._start: Tensor | None = None  # of the step under way
+        # by step: the share of the way that it went, and the cosine between both
+        self._steps: list[tuple[float, float]] = []
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Around an exchange."""
+        before = None if self._is_over else self._sample()
+        yield
+        if before is not None:
+            self._given = self._sample()
+            self._way = self._given - before
 
-def _copy(optimizer: Any) -> tuple[Any, list[Tensor]]:
-    """A copy over copies of the smallest parameters, which it hardly moves; and these."""
-    nested = [optimizer, *(one for one in vars(optimizer).values() if isinstance(one, Optimizer))]
-    inside = [one for one in nested if isinstance(one, Optimizer)]  # which has parameters and state
-    memo: dict[int, Any] = {id(one): object.__new__(type(one)) for one in nested}
-    copies: dict[int, nn.Parameter] = {}
-    for params in (group["params"] for one in inside for group in one.param_groups):
-        ordered = sorted(params, key=Tensor.numel)
-        sizes = accumulate(one.untyped_storage().nbytes() // one.element_size() for one in ordered)
-        small = {id(one) for one, upto in zip(ordered, sizes, strict=True) if upto <= MOST}
-        for one in params:
-            # through `memo`, so that aliases of its storage become aliases of the copy
-            if id(one) not in copies:
-                values = deepcopy(one.data, memo) if id(one) in small else one.new_empty(0)
-                copies[id(one)] = nn.Parameter(values)
-        memo[id(params)] = [copies[id(one)] for one in params if copies[id(one)].numel()]
-    memo |= copies
-    for one in inside:
-        large = (key for key in one.state if id(key) in copies and not copies[id(key)].numel())
-        memo |= {id(one.state[key]): {} for key in large}
-    for one in nested:
-        # torch's schedulers put their own `step` into the instance
-        own = {key: value for key, value in vars(one).items() if key != "step"}
-        memo |= {id(value): type(value)() for key, value in own.items() if key.endswith("_hooks")}
-        leaves = (leaf for leaf in _pytree.tree_leaves(own) if isinstance(leaf, Tensor))
-        # large tensors of its own, such as masters, are not copied either
-        memo = {id(leaf): leaf.new_empty(0) for leaf in leaves if leaf.numel() > MOST} | memo
-        memo[id(one)].__dict__.update(deepcopy(own, memo))
-    for group in (group for one in inside for group in memo[id(one)].param_groups):
-        for key in ("lr", "weight_decay"):
-            if group.get(key) is not None:
-                group[key] = 1e-3 * group[key]
-    return memo[id(optimizer)], [one for one in copies.values() if one.numel()]
+    def check_kept(self) -> None:
+        """Before a step: `ConfigError` when the loop took back most of what an exchange gave."""
+        if self._way is None or not self._way.any():
+            return
+        self._start, given, self._given = self._sample(), self._given, None
+        if given is not None and (given - self._start) @ self._way > 0.5 * self._way @ self._way:
+            raise ConfigError(
+                "model: between two steps, something went back to the parameters of before the"
+                " exchange; write no copy or average into the model while it is attached"
+            )
+
+    def check_step(self, name: str) -> None:
+        """After a step: `ConfigError` when the optimizer `name` took back what an exchange gave."""
+        if self._start is None or self._way is None:
+            return
+        step, way, self._start = self._sample() - self._start, self._way, None
+        along, least = float(step @ way), 1e-30
+        lengths = max(float(step.norm() * way.norm()), least)
+        self._steps.append((along / max(float(way @ way), least), along / lengths))
+        (share, cosine), *others = sorted(self._steps)
+        most = max((abs(other) for other, _ in others), default=math.inf)
+        if len(others) >= 2 and share < -max(0.25, 4 * most) and cosine < -0.3:
+            raise ConfigError(
+                f"optimizer={name} returns to a copy of the parameters that it keeps: a step took"
+                f" back {-share:.0%} of what an exchange gave; attach an optimizer without such a"
+                " copy (instead of masters: fp32 parameters and torch.autocast)"
+            )
+        if len(self._steps) == STEPS_WATCHED:
+            self._is_over, self._way = True, None
+
+    def _sample(self) -> Tensor:
+        """A copy of a few values of each parameter (fp32, on the CPU)."""
+        local = (local_tensor(one.detach()) for one in self._parameters.values())
+        return torch.cat([one.reshape(-1)[:SAMPLED].float().cpu() for one in local])
 
 
 # -- several as one --------------------------------------------------------------------------------
@@ -213,8 +194,6 @@ def kind_of(optimizer: Optimizer) -> str:
 # nobody has any, or the optimizer is another one, it starts cold: its first H inner steps warm the
 # optimizer up. The swarm does not wait for them, and their tokens count as discarded.
 
-Parameters = Mapping[str, Tensor]  # of the model, by name
-NONE: Parameters = {}
 # A donor's moments are copied while it trains, so a first moment may be a step ahead of the second.
 TORN = 2.0
 MOMENTS: dict[type, tuple[str, ...]] = {

@@ -58,8 +58,6 @@ class TrainedParams(dict[str, Tensor]):
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
         self._buffers = buffer_digests(model)  # until the first round is over
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
-        self._moved: tuple[Tensor, Tensor] | None = None  # samples around the last exchange
-        self._is_kept = False
         ordered = sorted(self, key=lambda name: self[name].numel())
         self._watched = [self[name] for name in ordered[-WATCHED:]]
         self._left: list[Tensor] = []  # what the last step left in these
@@ -109,13 +107,6 @@ class TrainedParams(dict[str, Tensor]):
         whole = {name: one.detach() for name, one in self.items() if not is_sharded(one)}
         self._before = {name: values_digest({name: one}) for name, one in whole.items()}
 
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
-        """Around an exchange; the first that moves parameters is remembered for `check_kept`."""
-        before = None if self._is_kept else self._sample()
-        yield
-        self._moved = None if before is None else (before, self._sample())
-
     def step_done(self) -> None:
         """These values are what a step has left, with the exchange that followed it."""
         self._left = [_first(one).clone() for one in self._watched]
@@ -132,24 +123,6 @@ class TrainedParams(dict[str, Tensor]):
     def _has_changed(self) -> bool:
         now = (_first(one).nan_to_num() for one in self._watched)
         return not all(map(torch.equal, now, (left.nan_to_num() for left in self._left)))
-
-    def _sample(self) -> Tensor:
-        """A copy of a few values of each parameter."""
-        local = (local_tensor(one.detach()) for one in self.values())
-        return torch.cat([one.reshape(-1)[:SAMPLED].float().cpu() for one in local])
-
-    def check_kept(self) -> None:
-        """`ConfigError` when they went back most of the way that the last exchange moved them."""
-        if self._moved is None:
-            return
-        (before, given), self._moved = self._moved, None
-        way = given - before
-        if float((given - self._sample()) @ way) > 0.5 * float(way @ way):
-            raise ConfigError(
-                "model: between two steps, something went back to the parameters of before the"
-                " exchange; write no copy or average into the model while it is attached"
-            )
-        self._is_kept = bool(way.any())
 
     def check(self, on_event: OnEvent) -> None:
         """`ConfigError` when the model trains other parameters now.

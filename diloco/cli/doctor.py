@@ -19,7 +19,7 @@ import click
 
 from diloco.cli import Command, Options, configured, guest_arguments, split_address
 from diloco.errors import ConfigError, DilocoError, SwarmError
-from diloco.text import counted, one_line
+from diloco.text import one_line
 
 if TYPE_CHECKING:
     from diloco.cli.volunteer import PeerDirectory
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
     from diloco.swarm.client.ask import SwarmInfo
     from diloco.swarm.wire.gate import Gate
 
-PROBE_BYTES = 2**20
 CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
-THIN_BITS_PER_S = 10e6
-FAR_S = 0.5
 GIB = 2**30
-OF_SWARM = ("swarm", "manifest", "clock", "bandwidth")
+OF_SWARM = ("swarm", "manifest", "clock")
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
@@ -108,8 +105,8 @@ class Check:
 class Doctor:
     """Checks this machine for a configuration and, given `addresses`, for the swarm there.
 
-    `typed` are the keys that the user set. Afterwards `figures` has what was measured:
-    up_bits_per_s, down_bits_per_s, latency_s, step_s.
+    `typed` are the keys that the user set. Afterwards `figures` has what was measured: latency_s
+    (one way), clock_ahead_s, step_s.
     """
 
     config: Config
@@ -127,7 +124,6 @@ class Doctor:
         if self._found is not None:
             yield self._check("manifest", self._manifest, self._found)
             yield self._check("clock", self._clock, self._found)
-            yield self._check("bandwidth", self._bandwidth, self._found)
             for name, texts in self._found.told.items():
                 yield Check(name, "ok", ", ".join(texts))
         yield self._check("memory", self._memory)
@@ -166,12 +162,18 @@ class Doctor:
 
         identity = self.directory.identity
         found = self._found = inspect_swarm(
-            self.addresses, identity, measure_bytes=PROBE_BYTES, gate=self._gate()
+            self.addresses, identity, for_doctor=True, gate=self._gate()
         )
         self.figures |= {"peers": len(found.peers), "peer_id": self.directory.peer_id}
+        away = ""
+        if found.peers:
+            trips_s = statistics.median(peer.round_trip_s for peer in found.peers)
+            latency_s = self.figures["latency_s"] = trips_s / 2
+            away = f", {latency_s * 1e3:.3g} ms away"
         names = ", ".join(peer.reply.name for peer in found.peers) or "none gives a name"
         silent = "".join(f"; {address}: {why}" for address, why in found.silent.items())
-        return "warning" if silent else "ok", f"answered by {len(found.peers)}: {names}{silent}"
+        text = f"answered by {len(found.peers)}{away}: {names}{silent}"
+        return "warning" if silent else "ok", text
 
     def _manifest(self, found: SwarmInfo) -> tuple[str, ...]:
         from diloco.cli.volunteer import volunteer_config
@@ -194,22 +196,6 @@ class Doctor:
         each = ", ".join(f"{one.ahead_s:+.3f}" for one in found.peers)
         text = f"{ahead_s:+.3f} s against the swarm (by peer {each})"
         return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
-
-    def _bandwidth(self, found: SwarmInfo) -> tuple[str, ...]:
-        rated = [peer for peer in found.peers if peer.up_bytes_per_s and peer.down_bytes_per_s]
-        if not rated:
-            return "warning", "no peer allowed a measurement"
-        up = statistics.median(8 * (peer.up_bytes_per_s or 0) for peer in rated)
-        down = statistics.median(8 * (peer.down_bytes_per_s or 0) for peer in rated)
-        latency_s = statistics.median(peer.round_trip_s for peer in rated) / 2
-        self.figures |= {"up_bits_per_s": up, "down_bits_per_s": down, "latency_s": latency_s}
-        text = (
-            f"{up / 1e6:.4g} Mbit/s up, {down / 1e6:.4g} Mbit/s down, {latency_s * 1e3:.3g} ms away"
-            f" (median of {counted(len(rated), 'peer')}, {PROBE_BYTES >> 20} MiB each way)"
-        )
-        if min(up, down) < THIN_BITS_PER_S or latency_s > FAR_S:
-            return "warning", text, "diloco plan computes the cost"
-        return "ok", text
 
     def _memory(self) -> tuple[str, ...]:
         from diloco.cli.volunteer import fit_to_machine

@@ -59,9 +59,9 @@ def plan(
     diloco plan model=150m local.peers=8 --step-s 1 --bandwidth 100Mbit
     diloco plan experiment=quickstart --bandwidth 100Mbit/20Mbit --target 0.99
 
-    local.peers is the size of the swarm, and diloco doctor measures a link. Without --step-s an
-    inner step is measured here. The bandwidth and the inner steps that reach the target are
-    printed, too, and the number of fragments with which peers wait least.
+    local.peers is the size of the swarm, and --bandwidth what a speed test says of the link.
+    Without --step-s an inner step is measured here. The bandwidth and the inner steps that reach
+    the target are printed, too, and the number of fragments with which peers wait least.
     """
     config = options.compose(together=True)
     from diloco.train.machine import memory_rows, parameters_of, sequence_bytes

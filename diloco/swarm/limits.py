@@ -40,7 +40,6 @@ MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE = 128, 4
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
-PROBE_BYTES, PROBE_BYTES_IN_ALL = 2**25, 2**26  # in a minute
 FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and in an hour
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
 # Lines of the event log: at once, and per second after that.

@@ -15,7 +15,7 @@ import diloco
 from diloco.cli.main import cli
 from diloco.config.explain import setting_fields
 from diloco.config.schema import Config
-from diloco.testing.bench import rows_of
+from tests.harness.bench import rows_of
 from tests.support.command_line import exit_code
 from tests.support.pages import DOCS, code, docs, typed
 from tests.support.places import ROOT

@@ -38,14 +38,13 @@ LAYERS = [
     sim
     dashboard
     cli
-    testing
     """.strip().splitlines()
 ]
 # The same inside a part that has folders of its own.
 FOLDERS = {"swarm": [{"wire"}, {"rpc"}, {"node", "client"}]}
 # Where a package may be imported; anything else that is not in the standard library may not be
 # imported at all.
-TORCH = "outer extensions model data swarm rundir attach train sim integrations testing"
+TORCH = "outer extensions model data swarm rundir attach train sim integrations"
 HOMES = {
     "hivemind": {"swarm"},
     "peft": {"model"},
@@ -64,17 +63,17 @@ HOMES = {
     "numpy": {"outer", "data", "rundir", "attach", "train"},
     "blake3": {"outer", "data", "messages", "core", "swarm"},
     "safetensors": {"model", "rundir"},
-    "msgspec": {"messages", "core", "swarm", "rundir", "attach", "train", "testing"},
-    "msgpack": {"swarm", "testing"},
+    "msgspec": {"messages", "core", "swarm", "rundir", "attach", "train"},
+    "msgpack": {"swarm"},
     "uvloop": {"swarm"},
     "cryptography": {"admission", "swarm"},
     "hydra": {"cli", "config"},
     "omegaconf": {"cli", "config"},
     "yaml": {"config"},
-    "pydantic": {"config", "testing"},
+    "pydantic": {"config"},
     "pydantic_core": {"config"},
     "click": {"cli"},
-    "rich": {"cli", "dashboard", "testing"},
+    "rich": {"cli", "dashboard"},
 }
 # Sans-IO: these parts are told what happened and what time it is. (`outer` keeps scratch memory per
 # thread.)

@@ -1,7 +1,7 @@
 """Swarms of production peers in virtual time: whatever fails, and in whatever order things arrive,
 they end as one.
 
-Every story is also watched: `diloco.testing.fuzz.invariants` has what must hold with every event
+Every story is also watched: `tests.harness.fuzz.invariants` has what must hold with every event
 and at the end. Freezes, splits, restarts and mixtures of faults are those of the fuzz
 (`test_fuzz.py`) and of `tests/unit/core`.
 """
@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 
-from diloco.testing.fuzz.lives import PeerSpec
+from tests.harness.fuzz.lives import PeerSpec
 from tests.support.stories import TOKENS_PER_ROUND, Story, story
 
 seeds = pytest.mark.parametrize("seed", range(2))

@@ -17,8 +17,8 @@ from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
 from diloco.swarm.rpc import state
 from diloco.swarm.wire.streams import Traffic, open_bulk
-from diloco.testing.fuzz.lives import Life, PeerSpec
-from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.harness.fuzz.lives import Life, PeerSpec
+from tests.harness.fuzz.virtual import virtual_swarm
 from tests.support.stories import DrivenCrowd
 
 PART = 2**15  # elements: small parts, so that a small fragment has many

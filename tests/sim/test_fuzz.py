@@ -14,10 +14,10 @@ from diloco.messages.codec import decode, encode
 from diloco.messages.control import Hello, Status
 from diloco.messages.fields import MAX_TOKENS
 from diloco.messages.heads import Book, Entry
-from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
-from diloco.testing.fuzz.faults import scenario, split_scenario
-from diloco.testing.fuzz.liar import lie_of, play_lie
-from diloco.testing.fuzz.stage import play
+from tests.harness.fuzz.extremes import NUM_VALUES, Target, changed, targets
+from tests.harness.fuzz.faults import scenario, split_scenario
+from tests.harness.fuzz.liar import lie_of, play_lie
+from tests.harness.fuzz.stage import play
 from tests.support import core as support
 from tests.support.core_fuzz import World, broken
 from tests.support.slow import slow

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.rpc.inner_state import InnerState
 from diloco.swarm.wire.streams import PeerStream
-from diloco.testing.fuzz.crowd import lying
-from diloco.testing.fuzz.lives import Life, PeerSpec
-from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.harness.fuzz.crowd import lying
+from tests.harness.fuzz.lives import Life, PeerSpec
+from tests.harness.fuzz.virtual import virtual_swarm
 from tests.support.stories import DrivenCrowd
 
 BEGIN, VERSIONS = 3, 16

@@ -33,7 +33,7 @@ from diloco.outer.replica import Replica
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.rpc.updates import Update
-from diloco.testing.fuzz.virtual import small_pieces
+from tests.harness.fuzz.virtual import small_pieces
 from tests.support.alone import Alone
 from tests.support.core import ME, OTHER, D
 from tests.support.coroutines import turns, until

@@ -15,7 +15,7 @@ from diloco.core.settings import ProtocolSettings
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head, Line
 from diloco.ranges import count, difference, union
-from diloco.testing.fuzz.versions import Made, Versions
+from tests.harness.fuzz.versions import Made, Versions
 from tests.support.fake_tensors import Saved, gradient, hexed
 from tests.support.swarm_without_tensors import Peer, Swarm
 

@@ -103,8 +103,8 @@ def _plays_cores(seed: int) -> str:
 
 
 def _plays_nodes(seed: int) -> str:
-    from diloco.testing.fuzz.faults import scenario
-    from diloco.testing.fuzz.stage import play
+    from tests.harness.fuzz.faults import scenario
+    from tests.harness.fuzz.stage import play
 
     try:
         return play(scenario(seed)).violation or ""

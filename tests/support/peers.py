@@ -30,8 +30,8 @@ from diloco.outer.replica import Replica
 from diloco.swarm.node.node import ExchangeResult, Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
 from diloco.swarm.node.runtime import NodeThread
-from diloco.testing.chaos.peers import marked
 from diloco.train.run import run
+from tests.harness.chaos.peers import marked
 from tests.support import warm
 from tests.support.places import ROOT
 

@@ -14,10 +14,10 @@ from diloco.core.facts import Facts
 from diloco.messages.heads import Head
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.invariants import Watch
-from diloco.testing.fuzz.lives import PeerSpec
-from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.harness.fuzz.crowd import Crowd
+from tests.harness.fuzz.invariants import Watch
+from tests.harness.fuzz.lives import PeerSpec
+from tests.harness.fuzz.virtual import virtual_swarm
 
 STEPS = 4
 STEP_S = 0.5

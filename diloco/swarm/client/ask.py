@@ -78,11 +78,10 @@ async def _first_answer(
 def inspect_swarm(
     initial_peers: Sequence[str],
     identity_path: Path | None = None,
-    measure_bytes: int = 0,
+    for_doctor: bool = False,
     gate: Gate | None = None,
 ) -> SwarmInfo:
-    """What the swarm at these addresses is. With `measure_bytes`, links to some peers are measured
-    with so many, and they are asked for the lines of `diloco doctor`.
+    """What the swarm at these addresses is; some peers are asked for lines of `diloco doctor`.
 
     The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises
     `SwarmError` when no peer of a run is there, or none admits this one, and `ConfigError` when an
@@ -108,11 +107,7 @@ def inspect_swarm(
             text, reasons = await _first_answer(answering, manifest)
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
-            if not measure_bytes:
-                return SwarmInfo(text, peers, visitor.silent)
-            for at, one in enumerate(peers):  # in turn: they would share this machine's link
-                peers[at] = (*await _probe_all(visitor, [one.peer], measure_bytes), one)[0]
-            told = await ask_for_doctor(visitor, peers)
+            told = await ask_for_doctor(visitor, peers) if for_doctor else {}
             return SwarmInfo(text, peers, visitor.silent, told)
 
     return asyncio.run(ask())
@@ -127,9 +122,9 @@ def _no_manifest(addresses: Sequence[str], reasons: list[str]) -> str:
     return f"{','.join(addresses)} answers, but is no diloco peer; check the address"
 
 
-async def _probe_all(visitor: Libp2p, peers: Sequence[str], nbytes: int = 0) -> list[ProbeResult]:
+async def _probe_all(visitor: Libp2p, peers: Sequence[str]) -> list[ProbeResult]:
     """Probes of the peers that answer, in their order."""
-    probes = (asyncio.wait_for(probe(visitor, peer, nbytes), PATIENCE_S) for peer in peers)
+    probes = (asyncio.wait_for(probe(visitor, peer), PATIENCE_S) for peer in peers)
     answers = await asyncio.gather(*probes, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, (*BROKEN, PayloadError)):

@@ -1,4 +1,4 @@
-"""What time is it there, how fast is the link, can others call me?
+"""What time is it there, and can others call me?
 
 Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at
 the asker's own id, and only at the IP that its connection comes from: nobody turns this against
@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from msgspec import Meta, field
 
 from diloco.config import WIRE_VERSION
@@ -30,24 +29,18 @@ from diloco.swarm.wire.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_PROBE_BYTES = 2**22  # each way: a second of a 32 Mbit/s link
 CALLS_AT_ONCE = 4  # addresses of one request
 ASKED_PEERS = 3
 ANSWER_S = 30.0
 KNOWN_PEERS = 16
 
-ProbeBytes = Annotated[int, Meta(ge=0, le=MAX_PROBE_BYTES)]
-
 
 class Probe(Message, frozen=True, tag="probe"):
-    """Asks whether a peer is well and how well it is connected. `sends` meaningless bytes follow,
-    and `wants` bytes come back behind the reply. The asker wants to be called at the addresses in
-    `call`, over a new connection.
+    """Asks whether a peer is well. The asker wants to be called at the addresses in `call`, over a
+    new connection.
     """
 
     place, roles = Place.REQUEST, EVERYBODY
-    sends: ProbeBytes = 0
-    wants: ProbeBytes = 0
     call: Addresses = field(default_factory=list)
 
 
@@ -83,41 +76,23 @@ class ProbeResult:
     reply: ProbeReply
     round_trip_s: float
     ahead_s: float  # our clock minus its, give or take half of the round trip
-    up_bytes_per_s: float | None = None  # where payload was sent
-    down_bytes_per_s: float | None = None
 
 
-async def probe(transport: Transport, peer: str, nbytes: int = 0) -> ProbeResult:
-    """Ask a peer for its clock and addresses; with `nbytes`, measure the link each way with those.
+async def probe(transport: Transport, peer: str) -> ProbeResult:
+    """Ask a peer for its clock and addresses.
 
     Raises `BROKEN` when it does not answer, and `PayloadError` when it refuses.
     """
     sent_at, unix_s = time.monotonic(), time.time()
     reply = await _ask(transport, peer, Probe())
     trip_s = time.monotonic() - sent_at
-    up, down = await _bandwidth(transport, peer, nbytes, trip_s) if nbytes else (None, None)
-    return ProbeResult(peer, reply, trip_s, unix_s + trip_s / 2 - reply.unix_s, up, down)
+    return ProbeResult(peer, reply, trip_s, unix_s + trip_s / 2 - reply.unix_s)
 
 
 async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
     async with open_bulk(transport, peer, Traffic()) as stream:
         await stream.send(request)
         return expect(await stream.receive(ANSWER_S), ProbeReply)
-
-
-async def _bandwidth(
-    transport: Transport, peer: str, nbytes: int, trip_s: float
-) -> tuple[float, float]:
-    payload = torch.zeros(nbytes, dtype=torch.uint8)
-    async with open_bulk(transport, peer, Traffic()) as stream:
-        begun_at = time.monotonic()
-        await stream.send(Probe(nbytes, nbytes))
-        await stream.send_payload(payload)
-        expect(await stream.receive(ANSWER_S), ProbeReply)  # sent once the whole payload is there
-        turned_at = time.monotonic()
-        await stream.receive_payload(payload)
-    up_s, down_s = turned_at - begun_at - trip_s, time.monotonic() - turned_at
-    return nbytes / max(up_s, 1e-6), nbytes / max(down_s, 1e-6)
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
@@ -158,23 +133,17 @@ def _advice(places: list[str], reply: ProbeReply) -> str:
 
 @answers(Probe)
 class ProbeServer:
-    """Says what this peer is, and takes and sends payload, or calls. Over a limit it refuses."""
+    """Says what this peer is, and calls. Over a limit it refuses."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._measured = limits.Allowance(limits.PROBE_BYTES, limits.PROBE_BYTES_IN_ALL, 60.0)
         calls = 60.0 / limits.CALL_EVERY_S
         self._called = limits.Allowance(calls, limits.CALLS_PER_MINUTE, 60.0)
         self._calling = asyncio.Lock()
 
     async def answer(self, stream: PeerStream, request: Probe) -> None:
         """Do what is asked for; `PayloadError` over a limit."""
-        context, nbytes = self._context, request.sends + request.wants
-        if nbytes and not self._measured.take(stream.peer, nbytes, context.now()):
-            raise PayloadError("enough has been measured for a while; ask another peer")
-        if request.sends:
-            await stream.receive_payload(torch.empty(request.sends, dtype=torch.uint8))
-        transport, facts = context.transport, context.core.facts
+        transport, facts = self._context.transport, self._context.core.facts
         observed = await transport.observed(stream.peer)
         outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
         failures = [f"{address}: {failure}" for address, failure in outcome.items() if failure]
@@ -187,8 +156,6 @@ class ProbeServer:
             why="; ".join(failures)[:512],
         )
         await stream.send(reply)
-        if request.wants:
-            await stream.send_payload(torch.zeros(request.wants, dtype=torch.uint8))
 
     async def _call(self, peer: str, addresses: list[str], observed: str) -> dict[str, str]:
         """Why the asker could not be called, by address; "" where it could."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.optimizer import unwrap_optimizer
+from diloco.attach.optimizer import ExchangeGuard, unwrap_optimizer
 from diloco.attach.parameters import (
     TrainedParams,
     buffer_digests,
@@ -312,55 +312,69 @@ def params() -> Params:
     return [nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((3, 4), (4,), ())]
 
 
-COPY = "returns to a copy of the parameters .* [0-9]+% of a change"
+def test_an_optimizer_with_two_sequences_of_parameters_is_refused() -> None:
+    said = r"^optimizer=Switched has two sequences .* its train\(\) and eval\(\) exchange.*$"
+    with pytest.raises(ConfigError, match=said):
+        unwrap_optimizer(Switched(params(), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (Masters, COPY),
-        (lambda p: Returning(p, 1, 0.1), COPY),
-        (lambda p: Returning(p, 10), COPY),
-        (Switched, r"has two sequences .* its train\(\) and eval\(\) exchange"),
-    ],
-)
-def test_what_does_not_go_on_from_the_parameters_is_refused(made: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^optimizer=\w+ {said}") as one:
-        unwrap_optimizer(made(params()))
-    assert "\n" not in str(one.value)
+def guarded(optimizer: torch.optim.Optimizer, every: int = 8, steps: int = 32) -> None:
+    """A guarded loop with an exchange after each `every` steps, which moves about half as far."""
+    own = [one for group in optimizer.param_groups for one in group["params"]]
+    guard = ExchangeGuard({str(index): one for index, one in enumerate(own)})
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        if step % every == 0:
+            begun = [one.detach().clone() for one in own]
+        for one in own:
+            one.grad = (1.0 + torch.randn(one.shape, generator=generator)).to(one)
+        guard.check_kept()
+        optimizer.step()
+        guard.check_step("Some")
+        if (step + 1) % every == 0:
+            with guard.exchanging(), torch.no_grad():
+                for one, old in zip(own, begun, strict=True):
+                    size = 0.5 * (one - old).float().square().mean().sqrt()
+                    one.add_((size * torch.randn(one.shape, generator=generator)).to(one))
 
 
-class Honest(torch.optim.AdamW):
-    """It draws random numbers, keeps where it began, and has the state and the groups of many
-    steps."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for one in self.param_groups[0]["params"]:
-            self.state[one].setdefault("began", one.clone())
-            one.add_(torch.randn_like(one), alpha=0.1 * self.param_groups[0]["lr"])
+def wide() -> Params:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in ((30, 40), (40,), ())]
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda p: Honest(p, lr=3.0, weight_decay=0.5),
-        lambda p: torch.optim.SGD(p, lr=10.0, momentum=0.99, weight_decay=0.1),
+        lambda: Masters([one.data.bfloat16().requires_grad_() for one in wide()]),  # type: ignore[misc]
+        lambda: Returning(wide(), 1, 0.1),
+        lambda: Returning(wide(), 5),
+        lambda: Returning(wide(), 10),
     ],
 )
-def test_others_are_attached_as_they_are(made: Callable[[Params], torch.optim.Optimizer]) -> None:
-    """Nothing about them changes, nor about random generators."""
-    own = params()
-    optimizer = made(own)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # it wraps step
-    optimizer.register_step_post_hook(lambda *_: pytest.fail("a step"))
+def test_an_optimizer_that_returns_to_a_copy_is_named_after_one_exchange(made: Any) -> None:
+    said = r"^optimizer=Some returns to a copy .* took back [0-9]+% of what an exchange gave; .*$"
+    with pytest.raises(ConfigError, match=said):
+        guarded(made(), steps=16)
 
-    def everything() -> list[Tensor]:
-        state = [value for kept in optimizer.state.values() for value in kept.values()]
-        return [one.clone() for one in (*own, *state, torch.get_rng_state())]
 
-    before = everything()
-    assert unwrap_optimizer(optimizer) is optimizer
-    assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
-    assert all(one.grad is None for one in own)
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Its rate falls to a hundredth and rises again, in each dozen of steps."""
+    rates = itertools.cycle([0.1] * 3 + [0.001] * 9)
+    group = optimizer.param_groups[0]
+    optimizer.register_step_pre_hook(lambda *_: group.update(lr=next(rates)))
+    return optimizer
+
+
+@pytest.mark.parametrize("every", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.optim.AdamW(wide(), lr=0.1, weight_decay=0.5),
+        lambda: torch.optim.SGD(wide(), lr=1.0, momentum=0.99),
+        lambda: scheduled(torch.optim.SGD(wide(), lr=0.1)),
+        lambda: torch.optim.AdamW(params(), lr=1e-5),  # too small a rate for bf16
+    ],
+)
+def test_no_other_optimizer_is_taken_for_one_that_returns(made: Any, every: int) -> None:
+    guarded(made(), every)

@@ -134,7 +134,7 @@ EXAMPLES = [
     InnerRequest(),
     InnerHeader(["0.w.exp_avg"], [3], [1]),
     InfoRequest(D),
-    Probe(1, 2, ["/ip4/1.2.3.4"]),
+    Probe(["/ip4/1.2.3.4"]),
     Piece(WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
     ProbeReply(WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
 ]

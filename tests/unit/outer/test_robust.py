@@ -16,7 +16,7 @@ from diloco.outer.fragments import CHUNK
 from diloco.outer.payloads import Layout
 from diloco.outer.replica import Replica
 from diloco.outer.robust import SKETCH, Comparison, clip, clip_few
-from diloco.testing.fuzz.crowd import lying
+from tests.harness.fuzz.crowd import lying
 from tests.support import outer as steps
 from tests.support.outer import make, outer, payload_of, weighted
 

@@ -130,17 +130,15 @@ class Network(Transport):
         for self._asker, request in asked:
             async with open_bulk(self, "p", Traffic()) as stream:  # type: ignore[arg-type]
                 await stream.send(request)
-                await stream.send_payload(torch.zeros(request.sends, dtype=torch.uint8))
                 found.append(not isinstance(await stream.receive(), codec.Refusal))
         return found
 
 
-async def test_a_probe_finds_clock_names_and_bandwidth() -> None:
+async def test_a_probe_finds_clock_and_names() -> None:
     network: Any = Network()
-    found = await probe(network, "p", nbytes=1000)
+    found = await probe(network, "p")
     assert (found.reply.run_id, found.reply.name, found.reply.known) == ("run", "me", ["b" * 46])
-    assert abs(found.ahead_s) < 1 and found.up_bytes_per_s and found.down_bytes_per_s
-    assert (await probe(network, "p")).up_bytes_per_s is None
+    assert abs(found.ahead_s) < 1
 
 
 async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
@@ -159,19 +157,16 @@ async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
     assert "timeout); open TCP port 80 of this machine" in advice
 
 
-async def test_calls_back_and_measurements_are_few_per_asker_and_in_all() -> None:
+async def test_calls_back_are_few_per_asker_and_in_all() -> None:
     network = Network()
-    request, large = Probe(call=["/ip4/198.51.100.7/tcp/4100"]), Probe(2**22, 2**22)
+    request = Probe(call=["/ip4/198.51.100.7/tcp/4100"])
     assert await network.obeys(*[("one", request)] * 7) == [True] * 6 + [False]
     others = [(f"peer {number}", request) for number in range(40)]
     assert (await network.obeys(*others)).count(True) == 14, "together"
-    assert await network.obeys(*[("one", large)] * 10) == [True] * 4 + [False] * 6
-    others = [(f"other {number}", large) for number in range(6)]
-    assert await network.obeys(*others) == [True] * 4 + [False] * 2, "together"
     assert await network.obeys(("one", Probe())) == [True], "asking is free"
     assert await ask_to_be_called(network) == (True, ""), "who refuses to call does not know"  # type: ignore[arg-type]
     network.now += 61
-    assert await network.obeys(("another", request), ("one", large)) == [True, True]
+    assert await network.obeys(("another", request)) == [True]
 
 
 # -- the inner optimizer's state -------------------------------------------------------------------

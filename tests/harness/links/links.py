@@ -21,8 +21,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.testing.links.emulator import MTU, tun
-from diloco.testing.links.pipe import WORSE, Shape
+from tests.harness.links.emulator import MTU, tun
+from tests.harness.links.pipe import WORSE, Shape
 
 PREFIX = "chs"
 MOST = 250  # addresses of one /24, and interface names of at most 15 characters
@@ -112,7 +112,7 @@ class Links(Loopback):
         self._peers: list[int] = []
         self._troubles: dict[int, Shape] = {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.testing.links.emulator"],
+            [sys.executable, "-m", "tests.harness.links.emulator"],
             cwd=Path(__file__).parents[3],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

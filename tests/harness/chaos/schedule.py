@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from diloco.testing.links.pipe import WORSE
+from tests.harness.links.pipe import WORSE
 
 LINK_KINDS = ("partition", "heal", "fast", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)

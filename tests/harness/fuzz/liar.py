@@ -43,11 +43,11 @@ from diloco.swarm.rpc.probe import Probe, probe
 from diloco.swarm.rpc.watch import InfoRequest, request_manifest, request_snapshot
 from diloco.swarm.wire import streams
 from diloco.swarm.wire.streams import BROKEN
-from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.extremes import NUM_VALUES, Target, changed, targets
-from diloco.testing.fuzz.faults import Scenario, scenario
-from diloco.testing.fuzz.lives import Life, PeerSpec, Violation
-from diloco.testing.fuzz.stage import PROGRESS_S, Outcome, on_stage
+from tests.harness.fuzz.crowd import Crowd
+from tests.harness.fuzz.extremes import NUM_VALUES, Target, changed, targets
+from tests.harness.fuzz.faults import Scenario, scenario
+from tests.harness.fuzz.lives import Life, PeerSpec, Violation
+from tests.harness.fuzz.stage import PROGRESS_S, Outcome, on_stage
 
 LIAR = "liar"
 SAID_BY_AUTHORS = ("answer", "grant", "part", "record")
@@ -254,7 +254,7 @@ class _LieStage:
             f = self.random.choice(facts.fragments)
             requests: list[Message] = [Get(f.index, key) for key in (f.tip.key, (0, ""))]
             requests += [Get(f.index, f.tip.key, f.tip.head.id, 0), InnerRequest()]
-            requests += [InfoRequest("manifest"), InfoRequest("snapshot"), Probe(sends=0, wants=1)]
+            requests += [InfoRequest("manifest"), InfoRequest("snapshot"), Probe()]
             if others := [member.peer for member in facts.members.all()]:
                 request = self.random.choice(requests)
                 node.context.tasks.spawn(self._ask(node, self.random.choice(others), request))

@@ -44,9 +44,9 @@ from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
 from diloco.ranges import NONE, difference, union
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.lives import Life, Violation
-from diloco.testing.fuzz.versions import Versions
+from tests.harness.fuzz.crowd import Crowd
+from tests.harness.fuzz.lives import Life, Violation
+from tests.harness.fuzz.versions import Versions
 
 SETTLE_S = 5.0  # after the last fault or life ended
 # in which all agree once nobody trains, and after which they still do

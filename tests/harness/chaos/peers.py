@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.testing.chaos.schedule import ScheduledFault
-from diloco.testing.links.links import Loopback
+from tests.harness.chaos.schedule import ScheduledFault
+from tests.harness.links.links import Loopback
 
 MARK = "DILOCO_CHAOS"
 START_S = 180.0  # imports of several processes on a busy machine

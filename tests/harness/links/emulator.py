@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.testing.links.pipe import Pipe, Shape
+from tests.harness.links.pipe import Pipe, Shape
 
 MTU = 65000  # few packets, because each costs an interpreter some 20 microseconds
 SET_INTERFACE, TUN_NO_INFO = 0x400454CA, 0x1001

@@ -16,11 +16,11 @@ from functools import partial
 from diloco.core.events import Merge
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
-from diloco.testing.fuzz.crowd import Crowd
-from diloco.testing.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
-from diloco.testing.fuzz.invariants import SETTLE_S, Watch
-from diloco.testing.fuzz.lives import Life, PeerSpec
-from diloco.testing.fuzz.virtual import virtual_swarm
+from tests.harness.fuzz.crowd import Crowd
+from tests.harness.fuzz.faults import FLAP_S, SPLIT_PROGRESS_S, TEARING, Fault, Scenario, pairs
+from tests.harness.fuzz.invariants import SETTLE_S, Watch
+from tests.harness.fuzz.lives import Life, PeerSpec
+from tests.harness.fuzz.virtual import virtual_swarm
 
 # in which every peer makes progress once everything is healed: penalties and lost calls have to end
 PROGRESS_S = 150.0

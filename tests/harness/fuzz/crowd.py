@@ -43,8 +43,8 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
-from diloco.testing.fuzz.faults import Scenario
-from diloco.testing.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
+from tests.harness.fuzz.faults import Scenario
+from tests.harness.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
 
 # of the outer steps, where a schedule says no others
 RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from diloco.testing.chaos.peers import Happened
-from diloco.testing.chaos.report import Account, Log, Stay, judge, lines_of, report
-from diloco.testing.chaos.schedule import ScheduledFault, ScheduleError, parse
-from diloco.testing.links.pipe import Pipe, Shape, rate_bytes
+from tests.harness.chaos.peers import Happened
+from tests.harness.chaos.report import Account, Log, Stay, judge, lines_of, report
+from tests.harness.chaos.schedule import ScheduledFault, ScheduleError, parse
+from tests.harness.links.pipe import Pipe, Shape, rate_bytes
 
 PLAN = (
     "30:kill 2, 35:join, 60:stop 1, 65:cont 1, 80:partition 0,1|3,4, 90:heal, 100:slow 1"

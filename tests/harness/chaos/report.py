@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from diloco.testing.chaos.peers import Happened, PeerProcess, RealSwarm
-from diloco.testing.chaos.schedule import ScheduledFault
-from diloco.testing.links.pipe import WORSE
+from tests.harness.chaos.peers import Happened, PeerProcess, RealSwarm
+from tests.harness.chaos.schedule import ScheduledFault
+from tests.harness.links.pipe import WORSE
 
 WINDOW_S = 20.0  # what a fault causes shows within this time, and before the next trouble
 UNDOING = ("join", "restart", "heal", "cont", "fast")  # they end a trouble, or cause none

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from itertools import combinations, pairwise
 from typing import Any
 
-from diloco.testing.fuzz.lives import PeerSpec
+from tests.harness.fuzz.lives import PeerSpec
 
 KINDS = (
     "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip"

@@ -211,7 +211,7 @@ def test_the_command_prints_the_arithmetic(typed: Typed) -> None:
     assert "4 s / (4 s + 10.03 s) = 28.5%" in shown and "191 between exchanges" in shown
     assert "100 kbit/s each way, 0 ms one way" in shown
     assert (
-        "\nfragments                     waiting 10.03 s with 2 fragments, 4.814 s with 16" in shown
+        "\nfragments                     waiting 10.03 s with 2 fragments, 5.37 s with 16" in shown
     )
     report = json.loads(typed(*plan, "--bandwidth", "1Gbit/1Mbit", "--target", "0.5", "--json"))
     assert report["parameters"] == 37024 and report["needed_sync_every"] == 1

@@ -26,7 +26,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import NoReturn
 
 from diloco.text import masked, plain, speak_plainly
@@ -90,18 +89,6 @@ class DeviceError(DilocoError):
 class PayloadError(DilocoError):
     """Bytes or a header from another peer are invalid; the receiver refuses them."""
 
-
-_shown = sys.excepthook
-
-
-def _show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """Shows what ends a user's own program: one line, if the user can mend it."""
-    if isinstance(error, DilocoError) and error.exit_code != DilocoError.exit_code:
-        return _complain(str(error))
-    _shown(kind, error, at)
-
-
-sys.excepthook = _show
 
 _DEVICE_FAILED = re.compile(r"(?:CUDA|HIP|XPU) error: .*")
 # The machine refused, which is no bug: the user frees space or chooses another directory.

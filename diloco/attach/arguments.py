@@ -85,7 +85,7 @@ def outer_of(
             f"method={said['method']}: a Swarm makes outer steps; diloco train has other methods"
         )
     laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
-    by_size = "${fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
+    by_size = "${diloco.fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
     if by_size:
         del laid["fragments"]
     return OuterConfig.parse({**laid, **said}), by_size

@@ -178,7 +178,7 @@ def validated(composed: Composed) -> Config:
         raise ConfigError(f"an experiment holds no settings of a run; {begin}")
     split_commits(content, typed)
     files: Any = OmegaConf.to_container(composed.tree, resolve=False)
-    if "${fragments_for:" in str(files["outer"].get("fragments")):
+    if "${diloco.fragments_for:" in str(files["outer"].get("fragments")):
         content["outer"]["fragments"] = _fragments(content, composed.start.together)
     try:
         config = Config.model_validate(content)

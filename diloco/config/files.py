@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,11 +105,13 @@ def compose_files(request: ComposeRequest) -> DictConfig:
 
     It is cached where it is from the package alone, whose files stay as they are.
     """
+    _register_resolvers()
     return (_cached if len(request.places) == 1 else _composed)(request)
 
 
 def sweep_params(request: ComposeRequest) -> dict[str, str]:
     """What varies in a sweep, by key, as files have it in `hydra.sweeper.params`."""
+    _register_resolvers()
     found = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
     return {str(key): str(value) for key, value in (found or {}).items()}
 
@@ -179,7 +181,7 @@ def _schema_defaults() -> dict[str, Any]:
             group, _, name = key.rpartition(".")
             value = field.get_default(call_default_factory=True)
             tree[group][name] = list(value) if isinstance(value, tuple) else value
-    tree["data"]["tokenizer"] = "${tokenizer_of_model:bytes}"
+    tree["data"]["tokenizer"] = "${diloco.tokenizer_of_model:bytes}"
     return tree
 
 
@@ -220,7 +222,7 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
     return f"{', '.join(map(str, places))}: {show(said, limit=300)}"
 
 
-# --- what files of configs/ leave to the model: ${fragments_for:...}, ${tokenizer_of_model:...} ---
+# --- what files of configs/ leave to the model: the names of `RESOLVERS` --------------------------
 
 
 def fragments_of(parameters: int, peers: int = 1) -> int:
@@ -251,5 +253,13 @@ def _tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
     return str(path) if commit is None else f"{path}@{commit}"
 
 
-OmegaConf.register_new_resolver("tokenizer_of_model", _tokenizer_of_model, replace=True)
-OmegaConf.register_new_resolver("fragments_for", fragments_for, replace=True)
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "diloco.fragments_for": fragments_for,
+    "diloco.tokenizer_of_model": _tokenizer_of_model,
+}
+
+
+def _register_resolvers() -> None:
+    for name, resolver in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, resolver)

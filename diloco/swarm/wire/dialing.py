@@ -100,7 +100,8 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     """
     _allow_descriptors()
     place = gettempdir()
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{place if len(place) < 64 else '/tmp'}/hivemind-"
+    sockets = f"/unix{place if len(place) < 64 else '/tmp'}/hivemind-"
+    kind = type(kind.__name__, (kind,), {"_UNIX_SOCKET_PREFIX": sockets})
     loop, started = asyncio.get_running_loop(), list[Process]()
 
     async def subprocess_exec(*arguments: Any, **options: Any) -> tuple[Any, Any]:

@@ -1,8 +1,6 @@
 """`Swarm` as its callers type it: arguments, presets, what it says, and data for each peer."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,19 +76,6 @@ def test_errors_of_the_swarm_name_the_arguments() -> None:
             raise ConfigError(f"swarm.{key}=x holds no private key")
     with pytest.raises(SwarmError, match=r"^swarm\.listen=x"), as_typed(False):
         raise SwarmError("swarm.listen=x")
-
-
-def run(*lines: str) -> tuple[int, str]:
-    code = "\n".join(["from diloco.errors import *", *lines])
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return ended.returncode, ended.stderr
-
-
-def test_an_error_that_ends_a_program_is_one_line() -> None:
-    error = "    raise JoinError('nobody is\\nthere')"
-    assert run("try:", "    1 / 0", "finally:", error) == (1, "diloco: error: nobody is there\n")
-    code, said = run("try:", error, "except JoinError:", "    raise PayloadError('y')")
-    assert code == 1 and said.count("Traceback") == 2
 
 
 def test_another_model_is_one_line() -> None:

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -125,7 +125,7 @@ class Sharded(Torch):
         make_group()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, schedule: Any) -> tuple[Any, ...]:
-        mesh = dist.init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (1,))
         for layer in (*model, model):  # type: ignore[misc]
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)

@@ -67,7 +67,7 @@ def train(library: str, feature: str, side: Side) -> Ended:
     make = _of_transformers if library == "Trainer" else OF_TRL_MADE[library]
     average = [_Average(feature)] if "EMA" in feature and feature != "BEMA" else []
     stopping = [EarlyStoppingCallback(1)] if feature == "early stopping" else []
-    bema = [BEMACallback(update_freq=2, device="cpu")] if feature == "BEMA" else []
+    bema: list[Any] = [BEMACallback(update_freq=2, device="cpu")] if feature == "BEMA" else []
     told = {
         "output_dir": "out",
         "max_steps": STEPS,
@@ -161,7 +161,7 @@ def _of_transformers(told: dict[str, Any], callbacks: list[Any]) -> Trainer:
     rows = [{**text, "labels": text["input_ids"]} for text in texts]
     for row in rows:
         row.pop("token_type_ids", None)
-    sets = {"train_dataset": rows, "eval_dataset": rows[::5]}
+    sets: Any = {"train_dataset": rows, "eval_dataset": rows[::5]}
     return Trainer(model(), TrainingArguments(**told), **sets, callbacks=callbacks)
 
 

@@ -147,7 +147,7 @@ def _whole(value: Any) -> Tensor:
 # -- a small loop ----------------------------------------------------------------------------------
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     """Which has buffers, and draws random numbers."""
     torch.manual_seed(0)
     first, last = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -165,5 +165,6 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def make_group() -> None:
     """A process group of one."""
+    names: Any = dist  # whose names of stores have no types
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=names.HashStore(), rank=0, world_size=1)

@@ -20,15 +20,16 @@ from scripts.families._sides import play_both
 
 SOURCES = ("torch", "transformers", "trl", "accelerate", "lightning")
 TABLES = {"own": OWN, "trainers": TRAINERS, "lightning": LIGHTNING}
+NEEDS = {"own": "lightning", "trainers": "trl", "lightning": "lightning"}
 QUICK = {"FSDP2, nothing else", "Lightning, StochasticWeightAveraging"}
 
 
 def members() -> Iterator[Member]:
-    for table in TABLES.values():
+    for module, table in TABLES.items():
         for library, features in table.items():
             for feature in features:
                 name = f"{library}, {feature}"
-                yield Member(name, library, name in QUICK)
+                yield Member(name, library, name in QUICK, NEEDS[module])
 
 
 def play(name: str) -> str:

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -72,7 +72,7 @@ TOLD: dict[str, dict[str, Any]] = {
     "ReduceLROnPlateau": {"patience": 0, "threshold": 0.1},
 }
 METRIC = {"ReduceLROnPlateau", "reduce_lr_on_plateau", "greedy"}
-OF_TRANSFORMERS = {
+OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "cosine_with_restarts": {"num_cycles": 2},
     "cosine_with_min_lr": {"min_lr": 0.001},
     "cosine_warmup_with_min_lr": {"min_lr": 0.001},
@@ -167,9 +167,9 @@ def _adamw(model: nn.Module, **more: Any) -> Any:
 
 def _wrapped(name: str) -> tuple[Any, Any, Step]:
     """A model, its optimizer, and how a step is taken."""
-    model = network()
+    model: Any = network()
     if name in ("weight_norm", "spectral_norm"):
-        getattr(nn.utils.parametrizations, name)(model[-1])  # type: ignore[index]
+        getattr(nn.utils.parametrizations, name)(model[-1])
     if name.startswith("torch.compile"):
         if name.endswith("a step"):
             return model, _adamw(model), torch.compile(step, backend=COMPILER)
@@ -191,7 +191,7 @@ def _wrapped(name: str) -> tuple[Any, Any, Step]:
     if name.startswith("FSDP2"):
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         policy = MixedPrecisionPolicy(**dtypes if "bf16" in name else {})  # type: ignore[arg-type]
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
     more = {one: True for one in ("fused", "foreach", "capturable") if name == f"AdamW({one})"}
     return model, _adamw(model, **more), WRAPPERS[name]()
 
@@ -222,14 +222,15 @@ WRAPPERS: dict[str, Callable[[], Step]] = {
 
 
 def _made(kind: str, name: str) -> tuple[Any, Any, Step, Any]:
+    optimizer: Any
     if kind == "wrapper":
         model, optimizer, take = _wrapped(name)
         return model, optimizer, take, of_torch.CosineAnnealingLR(optimizer, STEPS)
     model = network()
     first, *others = model.parameters()
-    groups = [{"params": [first]}, {"params": others, "lr": RATE / 2}]
+    groups: Any = [{"params": [first]}, {"params": others, "lr": RATE / 2}]
     if name == "AdafactorSchedule":
-        optimizer: Any = Adafactor(model.parameters())
+        optimizer = Adafactor(model.parameters())
     else:
         optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.8)
     return model, optimizer, step, schedule_of(kind, name, optimizer)

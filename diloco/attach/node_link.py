@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from diloco.attach.parameters import is_sharded
 from diloco.attach.ranks import RankGroup, ShardedParams
 from diloco.config import OuterConfig
 from diloco.errors import SwarmError
@@ -144,7 +145,7 @@ class NodeLink:
     def __init__(self, ranks: RankGroup, runtime: Runtime, phases: PhaseTimer) -> None:
         self.ranks, self.runtime = ranks, runtime
         self.view: NodeHandle | None = None
-        self.rows: ShardedParams | None = None  # on all ranks of several
+        self.rows: ShardedParams | None = None  # of several ranks, or of one with FSDP2
         self._parameters: Mapping[str, Tensor] = {}
         self._phases = phases
 
@@ -156,7 +157,7 @@ class NodeLink:
     def share(self, parameters: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
         """All ranks: these parameters are meant from now on."""
         self._parameters = parameters
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 or any(map(is_sharded, parameters.values())):
             self.rows = ShardedParams(parameters, fragments, self.ranks)
 
     def open(

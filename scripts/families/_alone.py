@@ -27,13 +27,20 @@ class Peer:
         self.lockstep: Lockstep[None] = Lockstep(lambda: work(self), name)
         self.events: list[tuple[str, dict[str, Any]]] = []
 
+    def settings(self, **settings: Any) -> dict[str, Any]:
+        """What a `Swarm`, or a callback of the product, is told."""
+        return {
+            "run_id": "run",
+            "name": self.name,
+            **NEUTRAL,
+            **settings,
+            "runtime": SimRuntime(self._loop, self.lockstep, self._connect),
+            "on_event": lambda kind, fields: self.events.append((kind, fields)),
+            "quiet": True,
+        }
+
     def swarm(self, **settings: Any) -> Swarm:
-        return Swarm(
-            **{"run_id": "run", "name": self.name, "identity": self.name, **NEUTRAL, **settings},
-            runtime=SimRuntime(self._loop, self.lockstep, self._connect),
-            on_event=lambda kind, fields: self.events.append((kind, fields)),
-            quiet=True,
-        )
+        return Swarm(**self.settings(**{"identity": self.name, **settings}))
 
     def step(self, seconds: float = STEP_S) -> None:
         self.lockstep.call(asyncio.sleep(seconds))

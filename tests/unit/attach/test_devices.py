@@ -1,16 +1,21 @@
 """Which device a process takes, by what is there; the accelerators are stubs."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
+from torch import Tensor
 
 from diloco.attach import devices
 from diloco.attach.devices import choose, pick_device
 from diloco.config import compose
 from diloco.errors import ConfigError
+from diloco.swarm.node.node import Node
+from diloco.swarm.node.runtime import NodeThread
 
 
 def there(monkeypatch: MonkeyPatch, kind: str, count: int) -> None:
@@ -97,3 +102,22 @@ def test_collectives_use_the_backend_of_the_device(monkeypatch: MonkeyPatch) -> 
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         settings = ("auto", "cuda", "cuda:0")
         assert [devices.backend_of(torch.device("cuda"), one) for one in settings] == found
+
+
+def test_a_nodes_thread_flushes_nothing_where_the_loop_does(monkeypatch: MonkeyPatch) -> None:
+    """Denormal numbers are in the updates that all peers apply; a new thread has its maker's
+    mode."""
+    tiny = torch.full((1 << 17,), 2**20, dtype=torch.int32).view(torch.float32)  # 1.5e-39
+
+    async def halved(*_: object) -> Tensor:
+        return tiny * 0.5
+
+    def work() -> tuple[bool, Tensor, Tensor]:
+        supported, thread = torch.set_flush_denormal(True), NodeThread()
+        there: Any = thread.open(*3 * [Any])  # type: ignore[arg-type]
+        thread.close()
+        return supported, tiny * 0.5, there
+
+    monkeypatch.setattr(Node, "open", halved)
+    supported, here, there = ThreadPoolExecutor(1).submit(work).result()
+    assert there.all() and here.any() != supported

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from diloco.attach.swarm import Swarm
-from tests.support.loops import made
+from tests.support.loops import Direct, LastFlight, made
 
 
 class Stream(IterableDataset[int]):
@@ -67,11 +67,44 @@ def test_a_seed_is_of_one_session(tmp_path: Path) -> None:
     assert len({seeds(8), seeds(8), seeds(12), seeds(8)}) == 3
 
 
+def test_a_dataset_of_the_library_comes_in_another_order_in_each_session(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    def order(swarm: Swarm) -> list[int]:
+        return swarm.shard(Dataset.from_dict({"row": list(range(40))}))["row"][:]  # type: ignore[no-any-return]
+
+    swarms = [made(identity=tmp_path / "identity.key", quiet=True) for _ in range(2)]
+    first = order(swarms[0])
+    swarms[0]._position.note(8)
+    assert sorted(order(swarms[1])) == sorted(first) == list(range(40))
+    assert order(swarms[1]) != first == order(swarms[0])
+
+
 @pytest.mark.parametrize("damage", ["", "[]", '{"steps": 4', '{"steps": null, "rows": {}}'])
 def test_half_a_position_is_none(tmp_path: Path, session: Session, damage: str) -> None:
     first = session(list(range(40)), 4)
     (tmp_path / "identity.key.position").write_text(damage)
     assert session(list(range(40)), 4) == first
+
+
+def test_a_loop_without_checkpoints_goes_on_at_its_last_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(LastFlight()))
+    model, read = nn.Linear(1, 1), list[list[int]]()
+    for _ in range(2):
+        swarm = made(identity=tmp_path / "identity.key", quiet=True)  # an exchange in 4 steps
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with swarm, swarm.attach(model, optimizer):
+            batches = iter(DataLoader(swarm.shard(list(range(40))), batch_size=2))
+            read.append([])
+            for _ in range(6):
+                read[-1] += (batch := next(batches)).tolist()
+                model(batch[:, None] / 40).sum().backward()
+                optimizer.step()
+    first, second = read
+    assert second[:4] == first[8:], "the rows after the exchange are in nothing"
+    assert not {*second} & {*first[:8]}
 
 
 def test_a_loop_with_checkpoints_goes_on_where_it_saved(tmp_path: Path) -> None:

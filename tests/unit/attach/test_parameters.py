@@ -26,6 +26,7 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.swarm.node.options import RunSpec
+from tests.support.loops import Direct, LastFlight, made
 
 
 class Net(nn.Module):
@@ -378,3 +379,29 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 )
 def test_no_other_optimizer_is_taken_for_one_that_returns(made: Any, every: int) -> None:
     guarded(made(), every)
+
+
+def test_one_process_may_have_its_model_in_rows() -> None:
+    """FSDP2 in a process group of one, as in a trial of a script for many."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with made(runtime=Direct(LastFlight())).attach(model, optimizer) as sync:
+            for _ in range(4):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            assert sync.steps == 4 and sync._link.rows is not None
+            values = torch.empty(15)
+            sync._link.rows.gather_(values, *partition(sync.parameters.numels, 1), 0)
+        weight = values[:12].view(3, 4)
+        whole: Any = model.weight
+        assert torch.equal(weight, whole.full_tensor()) and not torch.equal(weight, before)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 
 from diloco.errors import ConfigError, DataError, DivergedError
 from diloco.integrations.batches import tokens_of
-from tests.support.loops import Direct, LastFlight
+from diloco.integrations.membership import FOLDER
+from scripts.families._alone import Peer, play_peers
+from tests.support.loops import Direct, LastFlight, made
 from tests.unit.integrations.test_callbacks import (
     Going,
     Regression,
@@ -137,6 +140,44 @@ def test_an_empty_loader_is_refused_before_anybody_waits(node: Node, tmp_path: P
     with pytest.raises(DataError, match=said):
         one.train()
     assert not node.said
+
+
+def test_the_next_fold_is_the_same_peer_in_whatever_directory(node: Node, tmp_path: Path) -> None:
+    """A run's address has the key of its founder in it, so a new key would be a stranger's."""
+    for number, content in enumerate([b"key", None, b"another"]):
+        place = tmp_path / f"fold-{number}" / FOLDER
+        place.mkdir(parents=True)
+        if content is not None:
+            (place / "identity.key").write_bytes(content)
+        trainer(place.parent, callback(Going(), run_id="folds"), max_steps=20).train()
+    kept = [
+        (tmp_path / f"fold-{number}" / FOLDER / "identity.key").read_bytes() for number in (1, 2)
+    ]
+    assert kept == [b"key", b"another"], "a directory with a key is another peer's"
+
+
+def test_who_plans_fewer_steps_than_the_others_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(peer: Peer) -> None:
+        model, swarm = nn.Linear(4, 1), peer.swarm(min_peers=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = 8 if peer.name == "a" else 24
+        swarm.in_trainer(nullcontext(), None, steps, remedy="", signals=())
+        with swarm, swarm.attach(model, optimizer):
+            for _ in range(8):
+                peer.step()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+    heard = {}
+    for peer in play_peers(work, work):
+        heard[peer.name] = [fields for kind, fields in peer.events if kind == "planned"]
+    assert heard["b"] == []
+    [plans] = heard["a"]
+    made()._program._say_event("planned", plans)
+    said = (
+        "diloco: another peer plans 6 outer steps, and this one 2: it ends before the others, and"
+    )
+    assert capsys.readouterr().err.startswith(said)
 
 
 IDS = torch.arange(12).reshape(2, 6)

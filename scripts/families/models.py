@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from diloco import model as models
@@ -43,9 +45,14 @@ SETTINGS = (
     *("train.device=cpu", "train.threads=1"),
 )
 # Slow imports, before the processes of members are forked.
-for module in ("peft", "transformers.models.llama.modeling_llama", "diloco.cli.model"):
-    import_module(module)
-compose(["experiment=smoke"])
+for module in (
+    *("matplotlib.backends.backend_agg", "matplotlib.figure", "peft", "peft.tuners.lora.bnb"),
+    *("torch._dynamo", "transformers.models.llama.modeling_llama", "diloco.cli.model"),
+):
+    with suppress(ModuleNotFoundError):
+        import_module(module)
+COMPOSED = compose(SETTINGS)
+get_checkpoint_conversion_mapping("llama")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -88,7 +95,7 @@ def change(file: str, **settings: Any) -> None:
 
 def trained() -> Config:
     """The settings of a run of two peers, after it."""
-    settings = resolved(compose(SETTINGS))
+    settings = resolved(COMPOSED)
     outcome = simulate(settings, lambda message: None)
     peers = outcome.summary.peers
     assert len({peer.anchor_digest for peer in peers}) == 1 and len(peers) == 2, "anchors differ"

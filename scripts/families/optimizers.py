@@ -7,6 +7,7 @@ All are equal bit by bit; the loop without a swarm rounds as an exchange does, `
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -33,6 +34,10 @@ LIBRARIES = {
     "heavyball": ("heavyball", {"SplitOpt"}),
 }
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the arithmetic, without its compiler
+# Slow imports, before the processes of members are forked: each optimizer takes in the compiler.
+for module in ("torch._dynamo", *LIBRARIES):
+    with contextlib.suppress(ModuleNotFoundError):
+        import_module(module)
 QUICK = {"torch.optim.AdamW", "torch.optim.Muon"}
 Make = Callable[[nn.Module, bool], Any]
 

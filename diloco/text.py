@@ -3,77 +3,24 @@
 from __future__ import annotations
 
 import codecs
-import io
 import math
 import os
 import re
-import sys
-import unicodedata
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
 
 _UNITS = "kMGT"
 _NUMBER = r"\d{1,30}\.?\d{0,30}(?:e[+-]?\d\d?)?|\.\d{1,30}"
 _RATE = re.compile(rf"\s*({_NUMBER})\s*(?:([kMGT]?)(bit|b|B)(?:/s|ps)?)?\s*", re.ASCII)
 BARS = "▁▂▃▄▅▆▇█"
-_ASCII = dict(zip(BARS, "_.-~=+*#", strict=True)) | {"±": "+-"}
 # A word that may hold a secret; what stands after `token=` and is no path; a private key.
 _WORD = re.compile(r"[^\s'\"`=.,:;/@?]{20,}")
 _TOKEN = re.compile(
     r"(?i)(\btoken=['\"]?)(?!@|[^\s'\"]*/)[^\s'\"]{8,}|-----BEGIN.*?(?:END[ A-Z]*-----|\Z)",
     re.DOTALL,
 )
-
-
-def speak_plainly() -> None:
-    """From now on the terminal gets plain characters in place of those that it lacks."""
-    codecs.register_error("plain", _plainly)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # of a file that became a pipe; the errors are set all the same
-                stream.reconfigure(errors="plain")
-
-
-class LastingStream:
-    """A stream whose terminal, or reader, may go away; what nobody can read goes nowhere then."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, work: Callable[..., object], *arguments: object) -> None:
-        try:
-            work(*arguments)
-        except OSError:
-            with suppress(OSError):  # what is buffered goes there, too, and what others write
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def outlast_terminal() -> None:
-    """From now on nothing fails because nobody can read what is written to the terminal."""
-    for name in ("stdout", "stderr"):
-        if not isinstance(stream := getattr(sys, name), LastingStream):
-            setattr(sys, name, LastingStream(stream))
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
-    shown = [one for one in lacking if not unicodedata.combining(one)]
-    return "".join(_ASCII.get(one, one if one.isascii() else "?") for one in shown), error.end
 
 
 def expanded(path: str | Path) -> Path:

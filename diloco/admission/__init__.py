@@ -7,7 +7,7 @@ the second. All peers connect to each other, which makes this time short.
 from __future__ import annotations
 
 from diloco.admission.gatekeeper import Admission, Memory
-from diloco.admission.invitation import ROLES, Credential, Grant, Role, Token, issue
+from diloco.admission.invitation import ROLES, Credential, Grant, Token, issue
 from diloco.admission.keys import Revoked, RunKey
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Grant",
     "Memory",
     "Revoked",
-    "Role",
     "RunKey",
     "Token",
     "issue",

@@ -8,10 +8,11 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from diloco.admission.invitation import Credential, Grant, Role, Token
+from diloco.admission.invitation import Credential, Grant, Token
 from diloco.admission.keys import Revoked
 from diloco.atomic import replace_file
 from diloco.errors import ConfigError, PayloadError
+from diloco.protocol import Role
 
 __all__ = ["Admission", "Memory"]
 

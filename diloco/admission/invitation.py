@@ -17,22 +17,18 @@ import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco.admission.keys import KEY_BYTES, SIGNATURE_BYTES, RunKey, check_private, new_key, verify
 from diloco.errors import ConfigError, PayloadError
+from diloco.protocol import MAX_CHARACTERS, Role
 from diloco.text import decoded
 
-__all__ = ["MAX_CHARACTERS", "ROLES", "Credential", "Grant", "Role", "Token", "issue"]
-
-Role = Literal["worker", "host", "observer", "contributor"]
 # that are given, most powerful first; the wire has the index
 ROLES: tuple[Role, ...] = ("worker", "host", "observer")
 
 VERSION = 1
-MAX_CHARACTERS = 1024  # the longest token or credential that is read; real ones have about 300
 _HEAD = struct.Struct(f">B{KEY_BYTES}s{KEY_BYTES}sBQ")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PEER = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,100}|")

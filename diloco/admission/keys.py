@@ -22,13 +22,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from diloco.atomic import replace_file
 from diloco.errors import ConfigError
+from diloco.protocol import MAX_REVOKED
 
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MAX_FILE_BYTES = 4096
-MAX_REVOKED = 4096  # tokens, and as many peers; both together fill a third of a frame
 
 
 class RunKey:

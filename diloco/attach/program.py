@@ -29,8 +29,9 @@ from diloco.attach.node_link import NodeHandle, trainers
 from diloco.attach.ranks import RankGroup
 from diloco.core.events import Alone
 from diloco.errors import ConfigError, UnsavedError
+from diloco.process import LastingStream
 from diloco.swarm.node.node import Node, OnEvent
-from diloco.text import LastingStream, counted, human_bytes, plain
+from diloco.text import counted, human_bytes, plain
 
 # SLURM announces the end of a job with SIGUSR1
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

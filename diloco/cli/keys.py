@@ -14,7 +14,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.text import counted
 
 if TYPE_CHECKING:
-    from diloco.admission import Role
+    from diloco.protocol import Role
 
 UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 LONGEST_S = 10 * 366 * 86400

@@ -6,7 +6,7 @@
    is imported.
 3. The command does the work and returns the exit code.
 
-`main` maps errors to one line and an exit code through `diloco.errors.guard`.
+`main` maps errors to one line and an exit code through `diloco.process.guard`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from click.shell_completion import shell_complete
 
 from diloco import __version__
 from diloco.cli import doctor, join, keys, local, model, plan, status, sweep, train
-from diloco.errors import ConfigError, end_process, guard, in_utf8
+from diloco.errors import ConfigError
+from diloco.process import end_process, guard, in_utf8
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Train": (local.local, train.train, join.join, train.host),

@@ -81,7 +81,7 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     from rich.console import Console
 
     from diloco.dashboard.live import LiveView, print_warnings, print_who_can_join
-    from diloco.errors import on_signals
+    from diloco.process import on_signals
     from diloco.rundir.reporting import Ready
     from diloco.train.host import Host
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from diloco.config.compose import compose, help_text
 from diloco.config.files import ConfigSource, choices
-from diloco.config.manifest import WIRE_VERSION, Manifest, flatten
+from diloco.config.manifest import Manifest, flatten
 from diloco.config.model_data import MIXTURE_BLOCK, DataConfig, ModelConfig
 from diloco.config.run_settings import BudgetConfig, InnerConfig, OuterConfig, SwarmConfig
 from diloco.config.schema import Config
 
 __all__ = [
     "MIXTURE_BLOCK",
-    "WIRE_VERSION",
     "BudgetConfig",
     "Config",
     "ConfigSource",

@@ -36,8 +36,8 @@ from diloco.config.run_settings import (
 from diloco.config.types import RunOwned, Settings
 from diloco.errors import ConfigError
 from diloco.hub import TOKENIZER_FILES
+from diloco.protocol import WIRE_VERSION
 
-WIRE_VERSION = 13  # raised whenever peers of the old and the new version could not train together
 # A real manifest has about 1500 characters; a hostile one must not cost memory or time to parse.
 MAX_MANIFEST_CHARACTERS = 65536
 # How long the run is; null stays null.

@@ -24,6 +24,7 @@ from diloco.config.registry import (
     OptimizerName,
 )
 from diloco.config.types import Name, RunOwned, Tuple
+from diloco.protocol import Schedule
 
 
 def _steps_or_part(value: float) -> float:
@@ -124,7 +125,7 @@ class InnerConfig(RunOwned):
         return self.lr * (self.muon_lr_ratio if self.optimizer == "muon" else 1.0)
 
 
-class OuterConfig(RunOwned):
+class OuterConfig(RunOwned, Schedule):
     """What happens every `sync_every` inner steps. Its properties say which mode a run is in."""
 
     method: Literal["diloco", "data_parallel"]
@@ -180,16 +181,6 @@ class OuterConfig(RunOwned):
     """Decay of what codec_up lost and is sent in later rounds; 0 forgets it."""
     codec_up: CodecUp = Field("int8", description="Encoding of peers' pseudo-gradients.")
     codec_down: CodecDown = Field("int8", description="Encoding of the updates of authors.")
-
-    @property
-    def barrier(self) -> bool:
-        """Whether a version waits for every live peer; else a quorum closes it."""
-        return self.quorum is None
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all peers exchange all fragments at one barrier, and train not meanwhile."""
-        return self.barrier and not self.staggered and not self.overlap
 
     @property
     def windowed(self) -> bool:

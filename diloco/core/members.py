@@ -11,7 +11,6 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Generic, TypeVar
 
-from diloco.config.address import address_error
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.fields import Units, forget_oldest
 from diloco.messages.heads import Key
@@ -205,10 +204,12 @@ class AddressBook:
     """Addresses by peer id. What a peer says of itself counts more than what others say of it.
 
     Hellos carry addresses, because the routing tables of libp2p leave out peers that only one other
-    peer has met. `may_call` says which addresses are called on hearsay (see `Transport.may_call`).
+    peer has met. `is_sound` says what is an address at all, and `may_call` which ones are called on
+    hearsay (see `Transport.may_call`).
     """
 
     def __init__(self) -> None:
+        self.is_sound: Callable[[str], bool] = lambda address: False
         self.may_call: Callable[[str], bool] = lambda address: True
         self._said: dict[str, tuple[str, ...]] = {}
         self._hearsay: dict[str, tuple[str, ...]] = {}
@@ -218,7 +219,7 @@ class AddressBook:
         for other, addresses in said.items():
             known = self._said if other == peer else self._hearsay
             its = (one for one in addresses if one.endswith(f"/p2p/{other}"))
-            sound = (one for one in its if address_error(one) is None)
+            sound = (one for one in its if self.is_sound(one))
             found = [one for one in sound if other == peer or self.may_call(one)]
             known[other] = tuple(found[:MAX_ADDRESSES])
             forget_oldest(known, MAX_PEERS)

@@ -13,7 +13,6 @@ from math import inf
 from statistics import median_low
 from typing import Any
 
-from diloco.config import WIRE_VERSION
 from diloco.core import author, contributions, data, events, lifecycle, tips
 from diloco.core.facts import Facts, FragmentState
 from diloco.core.history import Arithmetic, Tip
@@ -24,6 +23,7 @@ from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
 from diloco.messages.heads import Line
+from diloco.protocol import WIRE_VERSION
 from diloco.ranges import NONE
 
 HEARS_S = 0.5  # between two statuses that say only which authors a peer hears

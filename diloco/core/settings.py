@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from diloco.config import OuterConfig
 from diloco.core.history import Signer
+from diloco.protocol import Schedule
 
 
 @dataclass(frozen=True)
-class ProtocolSettings:
+class ProtocolSettings(Schedule):
     """How histories grow: equal on all peers of a run."""
 
     fragments: int = 1
@@ -42,9 +42,6 @@ class ProtocolSettings:
     fanout: int = 2  # peers to which a record is given at a time
     records: int = 8  # kept of a fragment
     pool: int = 256  # contributions of others that are kept
-
-    barrier: ClassVar[Any] = OuterConfig.barrier  # these follow from the fields above
-    lockstep: ClassVar[Any] = OuterConfig.lockstep
 
 
 class Sizes(NamedTuple):

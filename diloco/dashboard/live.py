@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.config import Config
+from diloco.process import outlast_terminal
 from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of, who_can_join
-from diloco.text import counted, human_bytes, human_count, human_seconds, outlast_terminal, plain
+from diloco.text import counted, human_bytes, human_count, human_seconds, plain
 
 STATE_STYLES = {
     "starting": "dim",

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, get_args
 
 from msgspec import Meta, Struct
 
-from diloco.admission.invitation import Role
 from diloco.messages.fields import printable
+from diloco.protocol import Role
 
 # the largest honest frame has a head of 256 lines, a book of 2048 peers, and 8192 digests
 MAX_FRAME_BYTES = 1 << 21

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import msgspec
 
-from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages import bulk, control  # noqa: F401  (they define kinds)
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
+from diloco.protocol import WIRE_VERSION
 from diloco.text import plain
 
 M = TypeVar("M", bound=Message)

@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from diloco.admission.invitation import MAX_CHARACTERS
-from diloco.admission.keys import MAX_REVOKED
 from diloco.messages import fields
 from diloco.messages.base import EVERYBODY, MEMBERS, Message, Place
 from diloco.messages.heads import Key, Line
+from diloco.protocol import MAX_CHARACTERS, MAX_REVOKED
 
 MAX_GREETING_BYTES = 4 * MAX_CHARACTERS  # a credential, or a refusal of 2048 characters
 MAX_WANTED = 2**20  # sequences in one lease

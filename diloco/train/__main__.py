@@ -11,7 +11,8 @@ from argparse import ArgumentError, ArgumentParser
 from pathlib import Path
 
 from diloco.config import ConfigSource, compose
-from diloco.errors import ConfigError, end_process, guard, in_utf8
+from diloco.errors import ConfigError
+from diloco.process import end_process, guard, in_utf8
 
 
 def peer(arguments: list[str]) -> int:

@@ -24,8 +24,9 @@ from tests.support.places import PACKAGE
 LAYERS = [
     {*row.split()}
     for row in """
-    text atomic ranges
+    text atomic ranges protocol
     errors
+    process
     admission hub
     config
     messages
@@ -229,3 +230,12 @@ def test_nothing_heavy_is_imported_before_a_command_runs(statement: str) -> None
     code = f"import sys; {statement}; print(sorted({heavy} & {{*sys.modules}}))"
     command = [sys.executable, "-c", code]
     assert subprocess.check_output(command, text=True, cwd=PACKAGE.parent) == "[]\n"
+
+
+def test_the_core_stands_alone() -> None:
+    """Settings, admission and everything with a network stay out of what it loads."""
+    code = "import sys, diloco.core.peer; print(*{name.split('.')[1] for name in sys.modules if"
+    code += " name.startswith('diloco.')})"
+    command = [sys.executable, "-c", code]
+    rooms = subprocess.check_output(command, text=True, cwd=PACKAGE.parent).split()
+    assert {*rooms} == {"core", "messages", "errors", "protocol", "ranges", "text"}

@@ -10,9 +10,9 @@ from diloco.core.facts import Facts, FragmentState
 from diloco.core.history import Tip, genesis, sign
 from diloco.core.peer import Peer
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
-from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.control import Figures, Hello, Status
 from diloco.messages.heads import Book, Entry, Head, Line
+from diloco.protocol import WIRE_VERSION
 from tests.support.fake_tensors import RUN, Signer
 
 ME, OTHER, D = "a" * 46, "b" * 46, "ab" * 32

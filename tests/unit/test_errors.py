@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco import errors
-from diloco.errors import SwarmError, guard
+from diloco.errors import SwarmError
+from diloco.process import guard
 from tests.support.places import PACKAGE
 
 EXIT_CODES = {"DilocoError": 1, "ConfigError": 2, "DataError": 2, "CheckpointError": 2}
@@ -67,7 +68,7 @@ def test_a_bug_prints_its_traceback_and_ends_in_one(
 
 def test_the_module_imports_nothing_but_the_standard_library() -> None:
     others = "{'torch', 'click', 'pydantic', 'hydra', 'rich'}"
-    code = f"import sys, diloco.errors; print({others} & {{*sys.modules}})"
+    code = f"import sys, diloco.process; print({others} & {{*sys.modules}})"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
 
@@ -84,7 +85,7 @@ def test_what_a_terminal_lacks_is_written_in_plain_characters(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     code = (
-        "from diloco.errors import *; from diloco.text import BARS; from pathlib import Path;"
+        "from diloco.process import *; from diloco.text import BARS; from pathlib import Path;"
         "in_utf8(); guard(lambda: print(BARS, '\\xb1\\u2026\\xfc', chr(0xdcff)));"
         "Path('\\xfc').write_text(''); guard(lambda: Path('\\xfc/x').read_text())"
     )
@@ -107,7 +108,7 @@ def test_a_failed_device_is_one_line_after_its_traceback_and_ends_the_process_at
     """At a usual end, tensors of such a device abort the process."""
     program = """
 import atexit, os
-from diloco.errors import end_process, guard
+from diloco.process import end_process, guard
 
 def step():
     raise RuntimeError("CUDA error: unspecified launch failure\\nSearch for more")

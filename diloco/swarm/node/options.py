@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.config import OuterConfig, SwarmConfig, flatten
+from diloco.config.address import address_error
 from diloco.config.manifest import RISING
 from diloco.core.history import Bounds, Reach, Tip, blank, genesis
 from diloco.core.peer import Peer
@@ -33,8 +34,6 @@ VALUE_CHARS = 40  # of a value of a manifest, in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
 # versions that a base may be behind; where each contribution is a version
 LATE, LATE_AT_ONCE = 8, 64
-SAME_IN_CORE = "fragments sync_every staggered overlap quorum grace_s grace_slack".split()
-SAME_IN_CORE += ["weights", "delay", "windowed"]
 SHORT_NAME = 24
 
 
@@ -99,7 +98,16 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
     """How histories grow in a run with these settings."""
     at_once = outer.quorum == 1 and not outer.grace_s and not outer.grace_slack
     return ProtocolSettings(
-        **{name: getattr(outer, name) for name in SAME_IN_CORE},
+        fragments=outer.fragments,
+        sync_every=outer.sync_every,
+        staggered=outer.staggered,
+        overlap=outer.overlap,
+        quorum=outer.quorum,
+        grace_s=outer.grace_s,
+        grace_slack=outer.grace_slack,
+        weights=outer.weights,
+        delay=outer.delay,
+        windowed=outer.windowed,
         late=LATE_AT_ONCE if at_once else LATE,
         staleness_exponent=0.5 if outer.barrier else outer.staleness_exponent,
         leased=False,
@@ -165,6 +173,7 @@ async def make_context(
         saved.stamp if saved else 0,
         (steps, tokens, rounds),
     )
+    core.addresses.is_sound = lambda address: address_error(address) is None
     core.addresses.may_call = transport.may_call
     own_addresses = transport.addresses if transport.reachable else []
     core.addresses.hear(transport.me, {transport.me: own_addresses})

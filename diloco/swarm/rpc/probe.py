@@ -15,12 +15,12 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from diloco.config import WIRE_VERSION
 from diloco.config.address import address_error, host_of
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.messages.fields import MAX_COUNT, Addresses, Count, Name, printable
+from diloco.protocol import WIRE_VERSION
 from diloco.swarm import limits
 from diloco.swarm.context import Context
 from diloco.swarm.rpc.registry import answers

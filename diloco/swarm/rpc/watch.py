@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.messages.fields import Count, Seal
 from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack
+from diloco.protocol import WIRE_VERSION
 from diloco.swarm.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk

@@ -21,13 +21,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
-from diloco.admission import Admission, Memory, Revoked, Role, RunKey, Token, issue
+from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
 from diloco.admission.keys import is_sealed
 from diloco.config.run_settings import KEYLESS
 from diloco.errors import ConfigError, PayloadError
 from diloco.messages.base import MEMBERS, Message, Refusal
 from diloco.messages.codec import expect
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting, Revocations
+from diloco.protocol import Role
 from diloco.swarm.limits import Newest
 from diloco.swarm.wire.streams import BROKEN, PeerStream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Refused, Untrusted

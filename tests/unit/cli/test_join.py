@@ -17,8 +17,9 @@ from diloco.cli.volunteer import (
     move_aside,
     volunteer_config,
 )
-from diloco.config import WIRE_VERSION, compose
+from diloco.config import compose
 from diloco.errors import ConfigError, SwarmError
+from diloco.protocol import WIRE_VERSION
 from diloco.rundir.reporting import Ready
 from diloco.swarm.client.ask import SwarmInfo, check_clock, parse_manifest
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult

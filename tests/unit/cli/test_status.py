@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from diloco.cli import status as command
-from diloco.config import WIRE_VERSION
 from diloco.dashboard.tables import render
 from diloco.errors import SwarmError
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.snapshot import LoggedEvent, Snapshot, pack
+from diloco.protocol import WIRE_VERSION
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import SwarmWatcher
 from diloco.swarm.rpc.watch import Piece

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from diloco.config import WIRE_VERSION
 from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.bulk import (
@@ -37,6 +36,7 @@ from diloco.messages.control import (
 from diloco.messages.fields import MAX_LINES, MAX_RANGES, MAX_UNIT_RANGES
 from diloco.messages.heads import MAX_LATE, MAX_LEDGER, Book, Entry, Head, Line
 from diloco.messages.snapshot import MAX_PIECE_BYTES
+from diloco.protocol import WIRE_VERSION
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.inner_state import MAX_MOMENTS, InnerHeader, InnerRequest
 from diloco.swarm.rpc.probe import Probe, ProbeReply

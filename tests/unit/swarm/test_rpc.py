@@ -14,8 +14,8 @@ import torch
 
 from diloco.errors import PayloadError
 from diloco.messages import codec
-from diloco.messages.codec import WIRE_VERSION
 from diloco.messages.snapshot import MAX_PIECE_BYTES, pack
+from diloco.protocol import WIRE_VERSION
 from diloco.swarm.context import FilePart
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import (

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config import WIRE_VERSION, Config, compose
+from diloco.config import Config, compose
 from diloco.errors import CheckpointError
 from diloco.messages.snapshot import PhaseSeconds
+from diloco.protocol import WIRE_VERSION
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
 from diloco.train.checkpoint import RunCheckpoints, write_address

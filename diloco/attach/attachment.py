@@ -186,7 +186,8 @@ class Attachment:
         state, cold, runtime = None, False, self._link.runtime
         if self.node is not None:
             state, cold = self._inner_state.fetch(self.node, runtime, self._is_asked_to_stop)
-        begun = self._link.begin(self.outer.sync_every, cold, fetched=state is not None)
+        with self._guard.exchanging():
+            begun = self._link.begin(self.outer.sync_every, cold, fetched=state is not None)
         self._go_to(begun)
         if begun.cold:
             self.inner_step = 0  # it has a cycle of its own

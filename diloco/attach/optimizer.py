@@ -80,31 +80,32 @@ def _refuse_two_sequences(optimizer: Any) -> None:
 class ExchangeGuard:
     """Watches some steps after exchanges for what undoes these: the loop, or its optimizer.
 
-    1. An exchange moves the parameters by `way`. A copy of them, such as an average in the loop, or
-       masters or slow weights in the optimizer, stays behind.
+    1. An exchange, the first of which is to join, moves the parameters by `way`. A copy of them,
+       such as an average in the loop, or masters or slow weights in the optimizer, stays behind.
     2. The loop writes its copy back before the next step (`check_kept`), or a step does: it goes
        along `-way`, and the others where gradients point, which is hardly along `way`.
     3. So one step that goes back, unlike all others, is the fault (`check_step`). It takes three
-       steps to tell.
+       steps to tell, and some hundred parameters.
     """
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._is_over = False
+        self._to_watch = STEPS_WATCHED
         self._way: Tensor | None = None  # of the last exchange, of some values
         self._given: Tensor | None = None  # by it, until the next step begins
         self._start: Tensor | None = None  # of the step under way
-        # by step: the share of the way that it went, and the cosine between both
+        # by step since then: the share of the way that it went, and the cosine between both
         self._steps: list[tuple[float, float]] = []
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Around an exchange."""
-        before = None if self._is_over else self._sample()
+        before = self._sample() if self._to_watch else None
         yield
         if before is not None:
             self._given = self._sample()
             self._way = self._given - before
+            self._steps.clear()  # shares of another way tell nothing of this one
 
     def check_kept(self) -> None:
         """Before a step: `ConfigError` when the loop took back most of what an exchange gave."""
@@ -127,14 +128,18 @@ class ExchangeGuard:
         self._steps.append((along / max(float(way @ way), least), along / lengths))
         (share, cosine), *others = sorted(self._steps)
         most = max((abs(other) for other, _ in others), default=math.inf)
-        if len(others) >= 2 and share < -max(0.25, 4 * most) and cosine < -0.3:
+        is_alone = len(others) >= 2 and share < -max(0.25, 4 * most)
+        # by chance, cosines of n values are about 1 / sqrt(n): this is six times that
+        is_back = cosine < -max(0.3, 6 / math.sqrt(way.numel()))
+        if is_alone and is_back and share > 2 * cosine:  # at most twice as long as the way
             raise ConfigError(
                 f"optimizer={name} returns to a copy of the parameters that it keeps: a step took"
                 f" back {-share:.0%} of what an exchange gave; attach an optimizer without such a"
                 " copy (instead of masters: fp32 parameters and torch.autocast)"
             )
-        if len(self._steps) == STEPS_WATCHED:
-            self._is_over, self._way = True, None
+        self._to_watch -= 1
+        if not self._to_watch:
+            self._way = None
 
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter (fp32, on the CPU)."""

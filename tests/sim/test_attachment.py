@@ -133,11 +133,16 @@ def test_what_is_written_back_beside_the_optimizer_is_an_error(share: float) -> 
         train("ab", work, sync_every=4, lr=0.1, momentum=0.0)
 
 
-def test_an_optimizer_with_masters_is_named_after_one_exchange() -> None:
-    """Its steps write copies into the model that know nothing of the swarm."""
+@pytest.mark.parametrize(("scale", "exchanges"), [(0.0, 1), (10.0, 0)])
+def test_an_optimizer_with_masters_is_named_after_one_exchange(
+    scale: float, exchanges: int
+) -> None:
+    """Its steps write copies into the model that know nothing of the swarm. To join is an exchange,
+    too, where the parameters of peers differ."""
 
     def with_masters(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        masters = {one: one.detach().clone() for one in optimizer.param_groups[0]["params"]}
+        own = optimizer.param_groups[0]["params"]
+        masters = {one: one.detach().mul_(scale).clone() for one in own}
 
         def write_back(*_: object) -> None:
             for one, master in masters.items():
@@ -151,14 +156,14 @@ def test_an_optimizer_with_masters_is_named_after_one_exchange() -> None:
 
     def work(loop: Loop) -> None:
         loop.noise = torch.Generator().manual_seed(ord(loop.name))
-        for _ in range(12):
+        for _ in range(24):
             loop.step()
             versions.append(loop.sync.version)
 
     said = "^optimizer=SGD returns to a copy of the parameters that it keeps: a step took back "
     with pytest.raises(ConfigError, match=said):
-        train("ab", work, sync_every=6, lr=0.7, attach=with_masters)
-    assert max(versions) == 1
+        train("ab", work, sync_every=12, width=64, lr=0.7, attach=with_masters)
+    assert max(versions) == exchanges
 
 
 def test_of_different_plans_the_longest_counts_for_all_from_the_first_round(

@@ -52,7 +52,7 @@ def test_a_peer_that_has_left_leaves_nothing_changed(tmp_path: Path) -> None:
     [
         ("import sys; sys.excepthook = print", "hooks: sys.excepthook"),
         ("import logging; logging.getLogger().setLevel(5)", "logging: root"),
-        ("hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = ''", "patched: hivemind.p2p.P2P"),
+        ("hivemind.p2p.P2P._UNIX_SOCKET_PREFIX = ''", "patched: hivemind.p2p.p2p_daemon.P2P"),
         ("torch.nn.Linear.forward = print", "patched: torch.nn.modules.linear.Linear.forward"),
         ("omegaconf.OmegaConf.register_new_resolver('x', print)", "resolvers: x"),
     ],

@@ -269,7 +269,7 @@ class _LieStage:
     async def _ask_liar(self, node: Node) -> None:
         """As a newcomer or a watcher would."""
         transport = node.context.transport
-        questions: list[Any] = [partial(probe, nbytes=64), request_manifest, request_snapshot]
+        questions: list[Any] = [probe, request_manifest, request_snapshot]
         while True:
             await asyncio.sleep(2 * ASKS_EVERY_S)
             if LIAR in node.core.facts.members:

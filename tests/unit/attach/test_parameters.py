@@ -341,7 +341,7 @@ def guarded(optimizer: torch.optim.Optimizer, every: int = 8, steps: int = 32) -
 
 def wide() -> Params:
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape)) for shape in ((30, 40), (40,), ())]
+    return [nn.Parameter(torch.randn(shape)) for shape in (*[(8, 8)] * 20, (40,), ())]
 
 
 @pytest.mark.parametrize(
@@ -375,6 +375,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         lambda: torch.optim.SGD(wide(), lr=1.0, momentum=0.99),
         lambda: scheduled(torch.optim.SGD(wide(), lr=0.1)),
         lambda: torch.optim.AdamW(params(), lr=1e-5),  # too small a rate for bf16
+        lambda: torch.optim.SGD(params(), lr=3.0),  # so few values point anywhere
     ],
 )
 def test_no_other_optimizer_is_taken_for_one_that_returns(made: Any, every: int) -> None:

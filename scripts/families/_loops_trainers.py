@@ -115,7 +115,7 @@ def train(library: str, feature: str, side: Side) -> Ended:
 
 
 def _logged(row: dict[str, Any]) -> dict[str, Any]:
-    times = ("runtime", "second", "diloco", "flos")
+    times = ("runtime", "step_time", "second", "diloco", "flos")
     return {key: one for key, one in row.items() if not any(time in key for time in times)}
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 
 from diloco.attach.saved import PeerState
-from diloco.attach.schedulers import ScheduledStep
+from diloco.attach.schedulers import ScheduledStep, Schedulers
 from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, SwarmCallback, peer_state
 from diloco.rundir.checkpoint import copied
@@ -41,29 +42,31 @@ class DilocoLightningCallback(SwarmCallback, Callback):
         # Lightning's handlers wait for the end of a batch
         self._membership = Membership(settings, remedy, over=(signal.SIGTERM, signal.SIGUSR1))
         self._saved: PeerState | None = None
+        self._scheduled: list[ScheduledStep] = []
         self._steps = math.inf
         self._fits = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if sum(isinstance(one, DilocoLightningCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError("callbacks: a DilocoLightningCallback is there twice; name one")
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, BackboneFinetuning | ModelPruning):
+                raise ConfigError(
+                    f"callbacks: {type(one).__name__} changes which parameters are trained, and a"
+                    " swarm has those of the beginning; leave it out, and freeze or prune before"
+                )
         if len(trainer.optimizers) != 1:
             raise ConfigError(
                 f"configure_optimizers gives {len(trainer.optimizers)} optimizers, and a peer"
                 " counts the steps of one; give one with several groups of parameters"
             )
-        batches = trainer.accumulate_grad_batches
-        schedulers = [
-            ScheduledStep(one.scheduler, every=math.lcm(one.frequency, batches) // batches)
-            for one in trainer.lr_scheduler_configs
-            if one.interval == "step" and not one.reduce_on_plateau
-        ]
+        self._scheduled = _scheduled(trainer)
         saved, self._saved = self._saved, None
         self._steps = _steps(trainer)
         self._membership.open(
             trainer.strategy.model or pl_module,
             trainer.optimizers[0],
-            schedulers,
+            self._scheduled,
             Path(trainer.default_root_dir),
             trainer.world_size,
             self._steps,
@@ -82,6 +85,10 @@ class DilocoLightningCallback(SwarmCallback, Callback):
     ) -> None:
         self._membership.go_on()
         self._membership.see(batch)
+        scheduled = _scheduled(trainer)
+        if self.attachment is not None and scheduled != self._scheduled:
+            # a callback has changed them, as StochasticWeightAveraging does
+            self._scheduled, self.attachment.schedulers = scheduled, Schedulers(scheduled)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         self._membership.count()
@@ -127,6 +134,16 @@ class DilocoLightningCallback(SwarmCallback, Callback):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._fits = False
         self._membership.leave(type(exception))
+
+
+def _scheduled(trainer: Trainer) -> list[ScheduledStep]:
+    """The schedules that are the swarm's."""
+    batches = trainer.accumulate_grad_batches
+    return [
+        ScheduledStep(one.scheduler, every=math.lcm(one.frequency, batches) // batches)
+        for one in trainer.lr_scheduler_configs
+        if one.interval == "step" and not one.reduce_on_plateau
+    ]
 
 
 def _steps(trainer: Trainer) -> float:

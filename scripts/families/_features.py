@@ -103,5 +103,5 @@ CALLBACKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Timer": ({"duration": {"hours": 1}}, ()),
 }
 # Steps of the optimizer before a callback puts the start back.
-TRIED = {"LearningRateFinder": 8}
+TRIED = {"LearningRateFinder": 8, "BatchSizeFinder": 1}
 LIGHTNING = {"Lightning": (*FLAGS, *CALLBACKS)}

@@ -115,7 +115,7 @@ def train(library: str, feature: str, side: Side) -> Ended:
 
 
 def _logged(row: dict[str, Any]) -> dict[str, Any]:
-    times = ("runtime", "second", "diloco", "flos")
+    times = ("runtime", "step_time", "second", "diloco", "flos")
     return {key: one for key, one in row.items() if not any(time in key for time in times)}
 
 
@@ -207,7 +207,13 @@ def _lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(len(one) % 7) for one in completions]
 
 
-GENERATED = {"num_generations": 2, "max_completion_length": 4, "reward_funcs": _lengths}
+GENERATED = {
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "shuffle_dataset": False,
+    "beta": 0.0,
+    "reward_funcs": _lengths,
+}
 OF_TRL_MADE = {
     "SFT": _of_trl(SFTTrainer, SFTConfig, lambda text: {"text": text}, max_length=16),
     "DPO": _of_trl(DPOTrainer, DPOConfig, _pair, max_length=16),

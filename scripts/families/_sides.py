@@ -93,19 +93,23 @@ def _in_folder(name: str) -> Iterator[None]:
 @contextmanager
 def rounded(tried: int) -> Iterator[None]:
     """After every `EVERY`-th step the parameters are rounded, as an exchange does."""
-    count, anchors = -tried, dict[Tensor, Tensor]()  # of every model that was trained
+    count, inside, anchors = -tried, 0, dict[Tensor, Tensor]()  # of every model that was trained
 
     def parameters(optimizer: Any) -> list[Tensor]:
         return [one for group in optimizer.param_groups for one in group["params"]]
 
     def before(optimizer: Any, *_: object) -> None:
+        nonlocal inside
+        inside += 1
         for one in parameters(optimizer) if count >= 0 else ():
             anchors.setdefault(one, one.detach().clone())
 
     def after(optimizer: Any, *_: object) -> None:
-        nonlocal count
-        count += 1
-        for one in parameters(optimizer) if count > 0 and count % EVERY == 0 else ():
+        nonlocal count, inside
+        inside -= 1  # some call the step of another one
+        count += not inside
+        is_due = not inside and count > 0 and count % EVERY == 0
+        for one in parameters(optimizer) if is_due else ():
             one.detach().copy_(anchors[one] - (anchors[one] - one.detach()))
             anchors[one] = one.detach().clone()
 

@@ -165,6 +165,15 @@ def _adamw(model: nn.Module, **more: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=RATE, **more)
 
 
+def _shard(model: Any, in_bf16: bool) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    dtypes: Any = {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(**dtypes if in_bf16 else {})
+    for layer in (model[0], model[-1]):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
 def _wrapped(name: str) -> tuple[Any, Any, Step]:
     """A model, its optimizer, and how a step is taken."""
     model: Any = network()
@@ -189,9 +198,7 @@ def _wrapped(name: str) -> tuple[Any, Any, Step]:
     if name == "FSDP1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     if name.startswith("FSDP2"):
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        policy = MixedPrecisionPolicy(**dtypes if "bf16" in name else {})  # type: ignore[arg-type]
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        _shard(model, "bf16" in name)
     more = {one: True for one in ("fused", "foreach", "capturable") if name == f"AdamW({one})"}
     return model, _adamw(model, **more), WRAPPERS[name]()
 
@@ -210,7 +217,7 @@ WRAPPERS: dict[str, Callable[[], Step]] = {
     "ZeroRedundancyOptimizer": lambda: step,
     "autocast": lambda: _autocast,
     "GradScaler": Scaled,
-    "GradScaler that skips": partial(Scaled, 5),
+    "GradScaler that skips": partial(Scaled, 4),
     "AdamW(fused)": lambda: step,
     "AdamW(foreach)": lambda: step,
     "weight_norm": lambda: step,

@@ -2,6 +2,7 @@
 and bad input."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +187,7 @@ def test_a_callback_shares_a_stream_before_there_is_a_swarm(
     refused(lambda: own.shard(NUMBERS), said)
 
 
-def fit(directory: Path, own: Any, workers: int = 0, **told: Any) -> Any:
+def fit(directory: Path, own: Any, *others: Any, workers: int = 0, **told: Any) -> Any:
     """A module that was trained, and its trainer."""
     from lightning.pytorch import LightningModule, Trainer, seed_everything
 
@@ -212,7 +213,7 @@ def fit(directory: Path, own: Any, workers: int = 0, **told: Any) -> Any:
     quiet = {"accelerator": "cpu", **dict.fromkeys(["logger", *enabled], False)}
     module, data = Module(), torch.arange(64.0)[:, None].expand(64, 4)
     told = {"max_steps": 16, "default_root_dir": directory, **told}
-    one = Trainer(callbacks=[own], **quiet, **told)
+    one = Trainer(callbacks=[own, *others], **quiet, **told)
     one.fit(module, DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
     return module, one
 
@@ -245,6 +246,24 @@ def test_lightning_joins_late_with_the_swarms_rate(tmp_path: Path) -> None:
     # After each micro-batch, and after the schedule's own step, which follows that of the
     # optimizer.
     assert module.rates == [1 / 13, 1 / 14, 1 / 14, 1 / 15, 1 / 15, 1 / 16, 1 / 16, 1 / 17]
+
+
+def test_lightning_may_put_another_schedule_in_the_place_of_one(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    average = StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=1)
+    module, _ = fit(tmp_path, lightning(), average, limit_train_batches=2)
+    assert module.rates[:2] == [1 / 14, 1 / 15] and set(module.rates[2:]) == {0.5}
+
+
+def test_lightning_may_not_change_what_is_trained_in_the_middle(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+
+    own = lightning()
+    for other in (BackboneFinetuning(), ModelPruning("l1_unstructured")):
+        name = type(other).__name__
+        said = f"^callbacks: {name} changes which parameters are trained, .* leave it out"
+        refused(partial(own.on_train_start, SimpleNamespace(callbacks=[other]), None), said)
 
 
 class FullyShardedDataParallel(nn.Module):

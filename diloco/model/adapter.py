@@ -73,6 +73,8 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
             remedy = "use adapter=lora, or name other layers"
         raise ConfigError(f"model.adapter_targets={','.join(named)}: {wrong}; {remedy}") from error
     _refuse_shared(model, named)
+    # Layers in an autograd function of their own (Reformer) have gradients only if its inputs do.
+    model.enable_input_require_grads()  # type: ignore[operator]
 
 
 def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:

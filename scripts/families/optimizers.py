@@ -92,7 +92,7 @@ class Loop:
 
     def __init__(self, name: str, other_order: bool = False) -> None:
         module, _, kind = name.rpartition(".")
-        self.how = STEPS.get(kind, "step")
+        self.how = "closure" if kind.endswith("Closure") else STEPS.get(kind, "step")
         self.model = network(kind in MATRICES)
         if self.how == "sparse":
             self.model = nn.Embedding(8, 4, sparse=True)
@@ -159,6 +159,8 @@ def made(kind: type, name: str, parameters: list[nn.Parameter]) -> Any:
     if name == "CPUOffloadOptimizer":
         return kind(parameters, torch.optim.AdamW, lr=0.01)
     first: Exception | None = None
+    if "LARS" in name:  # which has a momentum of 0, and does not take it
+        return kind(parameters, lr=0.01, momentum=0.9)
     for settings in ({"lr": 0.01}, {}, {"lr": 0.01, "momentum": 0.9}, {"num_iterations": 16}):
         try:
             return kind(parameters, **settings)

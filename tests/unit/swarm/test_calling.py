@@ -27,15 +27,18 @@ from tests.support.errors import error_text
 from tests.support.printing import printed_of
 
 
-class Daemon:
+def daemon_of(ends: Callable[[Process], Coroutine[Any, Any, Any]]) -> Any:
     """Stands for hivemind's P2P; `create` ends as the test wants."""
 
-    def __init__(self, ends: Callable[[Process], Coroutine[Any, Any, Any]]) -> None:
-        self.ends = ends
+    class Daemon:
+        child: Process
 
-    async def create(self, **options: Any) -> Any:
-        self.child = await asyncio.create_subprocess_exec("sleep", "1000")
-        return await self.ends(self.child)
+        @classmethod
+        async def create(cls, **options: Any) -> Any:
+            Daemon.child = await asyncio.create_subprocess_exec("sleep", "1000")
+            return await ends(Daemon.child)
+
+    return Daemon
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -51,8 +54,8 @@ def test_a_daemon_that_does_not_start_has_ended(
         await asyncio.Event().wait()
 
     async def scene() -> None:
-        daemon = Daemon(ends)
-        starting = asyncio.ensure_future(start_daemon(daemon))  # type: ignore[arg-type]
+        daemon = daemon_of(ends)
+        starting = asyncio.ensure_future(start_daemon(daemon))
         await waiting.wait()
         if cancelled:
             starting.cancel()
@@ -73,7 +76,7 @@ def test_a_broken_connection_with_a_daemon_is_no_unheard_error() -> None:
         return SimpleNamespace(_client=SimpleNamespace(control=SimpleNamespace(**tasks)))
 
     async def scene() -> None:
-        p2p = await start_daemon(Daemon(starts))  # type: ignore[arg-type]
+        p2p = await start_daemon(daemon_of(starts))
         await asyncio.wait([p2p._client.control._read_task, p2p._client.control._write_task])
 
     assert printed_of(scene) == []
@@ -119,12 +122,14 @@ def test_sockets_are_where_temporary_files_can_be_written(
 ) -> None:
     """/tmp may be read-only or full."""
 
-    async def starts(child: Process) -> Any:
-        raise P2PDaemonError(P2P._UNIX_SOCKET_PREFIX)
+    class Sockets(P2P):  # type: ignore[misc]
+        @classmethod
+        async def create(cls, **options: Any) -> Any:
+            raise P2PDaemonError(cls._UNIX_SOCKET_PREFIX)
 
     for place, used in (("/var/tmp", "/var/tmp"), (f"/{'deep/' * 20}", "/tmp")):
         monkeypatch.setattr("tempfile.tempdir", place)
-        starting = start_daemon(Daemon(starts))  # type: ignore[arg-type]
+        starting = start_daemon(Sockets)
         text = error_text(P2PDaemonError, asyncio.run, starting)
         assert text == f"/unix{used}/hivemind-"
 

@@ -60,8 +60,10 @@ class TrainedParams(dict[str, Tensor]):
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
         ordered = sorted(self, key=lambda name: self[name].numel())
         self._watched = [self[name] for name in ordered[-WATCHED:]]
-        self._left: list[Tensor] = []  # what the last step left in these
+        self._begun: list[Tensor] = []  # what was in these before the last step
+        self._left: list[Tensor] = []  # and after it
         self._is_usual = False  # the loop writes to them after each step
+        self._earlier = self._left, self._is_usual  # before the last step
 
     @property
     def numels(self) -> dict[str, int]:
@@ -109,20 +111,26 @@ class TrainedParams(dict[str, Tensor]):
 
     def step_done(self) -> None:
         """These values are what a step has left, with the exchange that followed it."""
-        self._left = [_first(one).clone() for one in self._watched]
+        self._left = self._samples()
 
     def step_begins(self, is_first: bool) -> None:
-        """Before the first step of a round: whether the loop itself writes between steps."""
+        """Before each step; the first of a round tells whether the loop writes between steps."""
+        self._begun, self._earlier = self._samples(), (self._left, self._is_usual)
         if is_first:
             self._is_usual = self._has_changed()
 
     def are_written(self) -> bool:
         """Whether something came into the model after the last step, as an average at the end."""
+        if self._begun and all(map(torch.equal, self._begun, self._left)):
+            # the last step moved nothing: Lightning takes such a one behind its average
+            self._left, self._is_usual = self._earlier
         return not self._is_usual and self._has_changed()
 
     def _has_changed(self) -> bool:
-        now = (_first(one).nan_to_num() for one in self._watched)
-        return not all(map(torch.equal, now, (left.nan_to_num() for left in self._left)))
+        return not all(map(torch.equal, self._samples(), self._left))
+
+    def _samples(self) -> list[Tensor]:
+        return [_first(one).nan_to_num() for one in self._watched]
 
     def check(self, on_event: OnEvent) -> None:
         """`ConfigError` when the model trains other parameters now.

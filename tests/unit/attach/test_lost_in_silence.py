@@ -17,7 +17,7 @@ from diloco.attach.optimizer import layout_of, load_moments_, snapshot
 from diloco.attach.saved import flatten_optimizer, restore_optimizer
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError
-from diloco.text import LastingStream
+from diloco.process import LastingStream
 from scripts.families._alone import Peer, play_peers
 from tests.support.loops import Direct, LastFlight, attached, made
 
@@ -109,6 +109,25 @@ def test_what_is_written_after_the_last_step_stays_unless_the_loop_always_does(c
     play_peers(work)
     assert ("model_kept" in kinds) == (not clips)
     assert torch.all(model.weight == 7.0) == (not clips)
+
+
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_step_without_gradients_after_an_average_does_not_make_it_usual(steps: int) -> None:
+    """Lightning takes one behind its StochasticWeightAveraging."""
+    model = nn.Linear(4, 1)
+
+    def work(peer: Peer) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        swarm = peer.swarm()
+        with swarm, swarm.attach(model, optimizer):
+            for _ in range(steps):
+                peer.step()
+                step(model, optimizer)
+            model.weight.data.fill_(7.0)
+            optimizer.step()
+
+    play_peers(work)
+    assert torch.all(model.weight == 7.0)
 
 
 def layers(other_order: bool) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -12,10 +12,11 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from diloco.admission import Admission, Revoked, Role, RunKey, Token, issue
+from diloco.admission import Admission, Revoked, RunKey, Token, issue
 from diloco.errors import SwarmError
 from diloco.messages.base import Message, Refusal
 from diloco.messages.bulk import Get
+from diloco.protocol import Role
 from diloco.swarm.client.ask import revoke
 from diloco.swarm.rpc.contribution import ContributionHeader
 from diloco.swarm.rpc.inner_state import InnerRequest

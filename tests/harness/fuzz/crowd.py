@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from diloco.admission import Admission, Role, RunKey, Token, issue
+from diloco.admission import Admission, RunKey, Token, issue
 from diloco.admission.keys import new_key
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.config import OuterConfig
@@ -32,6 +32,7 @@ from diloco.outer.digest import digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.payloads import Codec
 from diloco.outer.replica import Replica
+from diloco.protocol import Role
 from diloco.sim.link import PeerLink
 from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Network

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.admission import Admission, Credential, Revoked, Role, RunKey, Token, issue
+from diloco.admission import Admission, Credential, Revoked, RunKey, Token, issue
 from diloco.admission.gatekeeper import MAX_OBSERVERS, TOLERANCE_S
-from diloco.admission.invitation import MAX_CHARACTERS, ROLES
-from diloco.admission.keys import MAX_REVOKED, new_key
+from diloco.admission.invitation import ROLES
+from diloco.admission.keys import new_key
 from diloco.errors import ConfigError
+from diloco.protocol import MAX_CHARACTERS, MAX_REVOKED, Role
 
 KEY, OTHER_KEY = RunKey(new_key()), RunKey(new_key())
 NOW, DAY = 1_800_000_000, 86400

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from diloco.admission import RunKey, issue
 from diloco.config import (
-    WIRE_VERSION,
     Config,
     ConfigSource,
     Manifest,
@@ -26,6 +25,7 @@ from diloco.config import (
 from diloco.config.explain import description, setting_fields
 from diloco.config.manifest import hash_of, planned, raised
 from diloco.errors import ConfigError
+from diloco.protocol import WIRE_VERSION
 from diloco.text import rate_bytes, rate_text
 from tests.support.errors import error_text
 

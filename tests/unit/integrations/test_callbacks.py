@@ -248,12 +248,14 @@ def test_lightning_joins_late_with_the_swarms_rate(tmp_path: Path) -> None:
     assert module.rates == [1 / 13, 1 / 14, 1 / 14, 1 / 15, 1 / 15, 1 / 16, 1 / 16, 1 / 17]
 
 
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported:UserWarning")
 def test_lightning_may_put_another_schedule_in_the_place_of_one(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     average = StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=1)
     module, _ = fit(tmp_path, lightning(), average, limit_train_batches=2)
-    assert module.rates[:2] == [1 / 14, 1 / 15] and set(module.rates[2:]) == {0.5}
+    # the average's own schedule begins with the swarm's rate, and ends its epoch of two batches at .5
+    assert module.rates == [1 / 13, 0.5, 0.5, 0.5]
 
 
 def test_lightning_may_not_change_what_is_trained_in_the_middle(tmp_path: Path) -> None:

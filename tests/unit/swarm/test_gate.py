@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from diloco.admission import Admission, Memory, Revoked, RunKey, Token, issue
-from diloco.admission.keys import MAX_REVOKED, is_sealed, new_key
+from diloco.admission.keys import is_sealed, new_key
 from diloco.errors import ConfigError
 from diloco.messages.base import MEMBERS
 from diloco.messages.bulk import Get
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.control import MAX_GREETING_BYTES, Greeting
 from diloco.messages.heads import Line
+from diloco.protocol import MAX_REVOKED
 from diloco.swarm.rpc.contribution import ContributionHeader
 from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import Gate, gate_for, message_of, observer_gate

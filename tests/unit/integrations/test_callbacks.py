@@ -254,7 +254,7 @@ def test_lightning_may_put_another_schedule_in_the_place_of_one(tmp_path: Path) 
 
     average = StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=1)
     module, _ = fit(tmp_path, lightning(), average, limit_train_batches=2)
-    # the average's own schedule begins with the swarm's rate, and ends its epoch of two batches at .5
+    # its own schedule begins with the swarm's rate, and ends its epoch of two batches at .5
     assert module.rates == [1 / 13, 0.5, 0.5, 0.5]
 
 

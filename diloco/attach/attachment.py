@@ -12,7 +12,7 @@ import torch
 
 from diloco.attach.devices import default_modes
 from diloco.attach.node_link import NodeHandle, NodeLink, Position, Progress, RankLeases
-from diloco.attach.optimizer import ExchangeGuard, InnerStateTransfer, kind_of, snapshot
+from diloco.attach.optimizer import ExchangeGuard, InnerStateTransfer, decay_of, kind_of, snapshot
 from diloco.attach.parameters import TrainedParams, restored_after
 from diloco.attach.program import Action, Phase, Program, leave
 from diloco.attach.ranks import RankGroup
@@ -272,7 +272,7 @@ class Attachment:
         self.schedulers.step_to(swarm_steps(self, self.outer.sync_every))
 
     def _stepped(self) -> None:
-        self._guard.check_step(kind_of(self._optimizer))
+        self._guard.check_step(kind_of(self._optimizer), decay_of(self._optimizer))
         with self._program.exchanging():
             self._after_step()
         self.parameters.step_done()

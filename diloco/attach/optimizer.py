@@ -26,6 +26,7 @@ from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 # libraries whose wrappers leave parameters alone
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 STEPS_WATCHED = 12  # after exchanges; slow weights come back every 5 to 10 steps
+MOST_DECAY = 0.1  # in a step that is watched: it takes parameters back, too
 Parameters = Mapping[str, Tensor]  # of the model, by name
 NONE: Parameters = {}
 
@@ -64,6 +65,12 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
             f"optimizer={name} trains copies of its own; drop master_weights, use torch.autocast"
         )
     return optimizer
+
+
+def decay_of(optimizer: Optimizer) -> float:
+    """The share of the parameters that a step takes away: rate times weight decay, as of AdamW."""
+    groups = optimizer.param_groups
+    return max(float(one.get("lr", 0.0)) * float(one.get("weight_decay", 0.0)) for one in groups)
 
 
 def _refuse_two_sequences(optimizer: Any) -> None:
@@ -118,9 +125,12 @@ class ExchangeGuard:
                 " exchange; write no copy or average into the model while it is attached"
             )
 
-    def check_step(self, name: str) -> None:
-        """After a step: `ConfigError` when the optimizer `name` took back what an exchange gave."""
-        if self._start is None or self._way is None:
+    def check_step(self, name: str, decay: float = 0.0) -> None:
+        """After a step: `ConfigError` when the optimizer `name` took back what an exchange gave.
+
+        `decay` is the share of the parameters that the step takes away, which may be the same.
+        """
+        if self._start is None or self._way is None or decay > MOST_DECAY:
             return
         step, way, self._start = self._sample() - self._start, self._way, None
         along, least = float(step @ way), 1e-30

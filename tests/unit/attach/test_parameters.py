@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.attach.optimizer import ExchangeGuard, unwrap_optimizer
+from diloco.attach.optimizer import ExchangeGuard, decay_of, unwrap_optimizer
 from diloco.attach.parameters import (
     TrainedParams,
     buffer_digests,
@@ -331,7 +331,7 @@ def guarded(optimizer: torch.optim.Optimizer, every: int = 8, steps: int = 32) -
             one.grad = (1.0 + torch.randn(one.shape, generator=generator)).to(one)
         guard.check_kept()
         optimizer.step()
-        guard.check_step("Some")
+        guard.check_step("Some", decay_of(optimizer))
         if (step + 1) % every == 0:
             with guard.exchanging(), torch.no_grad():
                 for one, old in zip(own, begun, strict=True):
@@ -373,6 +373,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     [
         lambda: torch.optim.AdamW(wide(), lr=0.1, weight_decay=0.5),
         lambda: torch.optim.SGD(wide(), lr=1.0, momentum=0.99),
+        lambda: torch.optim.AdamW(wide(), lr=1.0, weight_decay=1.0),  # takes all back in each step
         lambda: scheduled(torch.optim.SGD(wide(), lr=0.1)),
         lambda: torch.optim.AdamW(params(), lr=1e-5),  # too small a rate for bf16
         lambda: torch.optim.SGD(params(), lr=3.0),  # so few values point anywhere

@@ -60,6 +60,11 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
         raise ConfigError(
             f"optimizer={name} is no torch.optim.Optimizer; attach one, after the model is made"
         )
+    if name == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            f"optimizer={name} has its state on several ranks, where no checkpoint finds it; use"
+            " FSDP2 (fully_shard) with an ordinary optimizer"
+        )
     if getattr(optimizer, "master_weights", False):  # of Apex and Transformer Engine
         raise ConfigError(
             f"optimizer={name} trains copies of its own; drop master_weights, use torch.autocast"

@@ -73,8 +73,23 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
             remedy = "use adapter=lora, or name other layers"
         raise ConfigError(f"model.adapter_targets={','.join(named)}: {wrong}; {remedy}") from error
     _refuse_shared(model, named)
-    # Layers in an autograd function of their own (Reformer) have gradients only if its inputs do.
-    model.enable_input_require_grads()  # type: ignore[operator]
+    _refuse_unlike(model, named)
+    # Layers in an autograd function of their own (Reformer) have gradients only if its inputs do;
+    # some models change these in place (CTRL), which a leaf of the graph does not allow.
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    embedding.register_forward_hook(lambda _, inputs, output: output.requires_grad_(True).clone())
+
+
+def _refuse_unlike(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raises ConfigError for an adapter on a linear layer that a model computes in its own way."""
+    for name, layer in _adapter_layers(model):
+        kind = type(layer.get_base_layer())
+        is_own = kind.__module__.startswith("transformers.models.")
+        if issubclass(kind, nn.Linear) and is_own and kind.forward is not nn.Linear.forward:
+            what = f"{name} is a {kind.__name__}, for which peft has no adapter"
+            raise ConfigError(
+                f"model.adapter_targets={','.join(targets)}: {what}; name other layers"
+            )
 
 
 def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:

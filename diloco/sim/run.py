@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from diloco import data
 from diloco import model as models
@@ -228,7 +229,7 @@ class Simulation:
         config = _config_of(self.config, peer.name, min_peers)
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             phases = PhaseTimer(clock=self.loop.time)
-            model = copy.deepcopy(self.model)
+            model = _copied(self.model)
             optimizer = inner_optimizer(model, config.inner)
             index, size, sim = peer.index, config.inner.batch_size, config.sim
             batches = self.dataset.batches(size, shard=index, shards=self.num_shards)
@@ -293,3 +294,10 @@ def _config_of(config: Config, name: str, min_peers: int) -> Config:
     }
     parts = {of: getattr(config, of).model_copy(update=changes[of]) for of in changes}
     return config.model_copy(update=parts)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy, in which what a forward pass left in layers (RecurrentGemma) is a leaf."""
+    left = (value for layer in model.modules() for value in vars(layer).values())
+    memo = {id(one): one.detach().clone() for one in left if isinstance(one, Tensor)}
+    return copy.deepcopy(model, memo)

@@ -161,7 +161,7 @@ def members() -> Iterator[Member]:
         yield Member(name, "ids", name in QUICK)
     yield Member("litdata's tokens", "ids", True, needs="litdata")
     yield Member("litdata's texts", "streaming formats", needs="litdata")
-    yield Member("MDS", "streaming formats", needs="mosaicml-streaming")
+    yield Member("MDS", "streaming formats", needs="torchvision")
     yield Member("WebDataset", "streaming formats", needs="webdataset")
 
 

@@ -35,7 +35,7 @@ from scripts.families import WORKS, Member, refused, works_with
 from scripts.families._small import NOT_MADE, small_config, trained_like
 
 SOURCES = ("transformers", "torch", "peft")
-QUICK = {"gemma3", "lfm2", "reformer", "roberta"}
+QUICK = {"ctrl", "deepseek_v4", "gemma3", "lfm2", "recurrent_gemma", "reformer", "roberta"}
 ROUNDING = 2e-4  # of the largest value: fp32, in another order
 SETTINGS = (
     *("model=pretrained", "model.path=base", "run.id=small", "run.dir=run", "local.peers=2"),

@@ -294,6 +294,8 @@ def test_what_cannot_be_attached_is_refused() -> None:
     refused(lambda: unwrap_model(FullyShardedDataParallel()), said)
     said = "^optimizer=ZeroOptimizer: DeepSpeed trains flat copies"
     refused(lambda: unwrap_optimizer(ZeroOptimizer()), said)
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})([nn.Parameter(torch.zeros(1))])
+    refused(lambda: unwrap_optimizer(zero), "^optimizer=ZeroRedundancyOptimizer has its state on")
     mastered = Mastered([nn.Parameter(torch.zeros(1))])
     said = "^optimizer=Mastered trains copies of its own; drop"
     refused(lambda: unwrap_optimizer(mastered), said)

@@ -100,7 +100,7 @@ def _saved(folder: Path) -> dict[str, Any]:
     """The weights of checkpoints, which are then no more."""
     found = {}
     for path in sorted(folder.glob("*.ckpt")):
-        found[path.name] = torch.load(path, weights_only=False)["state_dict"]
+        found[path.name] = torch.load(path, weights_only=True)["state_dict"]
         path.unlink()
     return found
 

@@ -99,15 +99,16 @@ async def ask(context: Context, stream: PeerStream, get: Get) -> Records | Ancho
     fragment, replica = get.fragment, context.replica
     fetching, held = context.core.facts.fragments[fragment].fetch, context.arrivals.get(fragment)
     goal = fetching.goal if fetching else None
+    question = get
     if held and held.head.prev == get.have[1] and not get.want:
-        get = with_fields(get, held=held.head.id, part=held.parts)
-    await stream.send(get)
+        question = with_fields(get, held=held.head.id, part=held.parts)
+    await stream.send(question)
     answer = await stream.receive()
     match answer:
         case No():
             return None
         case RecordHeader():
-            return Records(tuple(await _records(context, stream, get, answer)))
+            return Records(tuple(await _records(context, stream, question, answer)))
         case PartHeader(head, book, digests) if not get.want:
             num_parts = len(part_ranges(replica.fragments[fragment].numel))
             if head.fragment != fragment or len(digests) != num_parts:

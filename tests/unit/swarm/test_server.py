@@ -12,16 +12,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as with_fields
 
+from diloco.core.events import AnchorPart
 from diloco.messages.base import Message, Place
+from diloco.messages.bulk import Get, PartHeader
 from diloco.messages.codec import Refusal, kinds
 from diloco.messages.heads import Line
+from diloco.outer.digest import part_digest
 from diloco.swarm.client.ask import ask_for_doctor
 from diloco.swarm.limits import FIRST_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.swarm.rpc.registry import ANSWERS, load_questions
-from diloco.swarm.rpc.state import payload_digest
+from diloco.swarm.rpc.state import ask
+from diloco.swarm.rpc.updates import Arrival, Update, payload_digest
+from diloco.swarm.wire.streams import PeerStream, Traffic
 from tests.support.alone import Alone, alone
 from tests.support.core import OTHER
 from tests.support.places import ROOT
@@ -152,3 +158,24 @@ def test_a_question_is_added_by_one_file() -> None:
     command = [sys.executable, "-c", f"{code}; {compose}; print(test.told())"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout == "{'uptime': ['ann up 7 s']}\n"
+
+
+def test_a_donor_that_answers_a_resumed_update_with_an_anchor_is_believed() -> None:
+    """1. An update breaks off after its first part. 2. The peer sleeps. 3. It asks for the rest,
+    and the donor, which no longer has that update, sends the first part of its anchor."""
+
+    async def scene(node: Alone) -> None:
+        await node.learn()
+        tip, values = node.core.facts.control.tip, torch.arange(float(NUMEL))
+        head = with_fields(tip.head, number=9, prev="unknown")
+        broken_off = Arrival(with_fields(tip.head, prev=tip.head.id), Update(values, ()), parts=1)
+        node.context.arrivals[0] = broken_off
+        answer = PartHeader(head, tip.book, (part_digest(values),))
+        pipe = Pipe(answer, values.view(torch.uint8).numpy().tobytes())
+        stream = PeerStream(OTHER, pipe.reader, pipe, Traffic())
+        part = await ask(node.context, stream, Get(0, tip.key))
+        assert isinstance(part, AnchorPart) and part.part == 0 and part.values.equal(values)
+        [question] = pipe.messages()
+        assert question == Get(0, tip.key, part=1, held=broken_off.head.id)
+
+    alone(scene)

@@ -196,12 +196,14 @@ class StepHooks:
         self._steps = dict.fromkeys(self._parts, 0)  # since the last step of all
         # each optimizer's smallest gradient at its last step, and that tensor's version
         self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}
-        self._hooks = [part.register_step_pre_hook(self._begin) for part in self._parts]
-        self._hooks += [part.register_step_post_hook(self._end) for part in self._parts]
+        # torch.compile of a loop's step would trace all that an exchange does
+        begin, end, check = map(torch.compiler.disable, (self._begin, self._end, self._check_seen))
+        self._hooks = [part.register_step_pre_hook(begin) for part in self._parts]
+        self._hooks += [part.register_step_post_hook(end) for part in self._parts]
         # of other optimizers: how many steps of the attached ones there were at their last
         self._seen = WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._count, self._name = 0, kind_of(optimizer)
-        self._hooks.append(register_optimizer_step_post_hook(self._check_seen))
+        self._hooks.append(register_optimizer_step_post_hook(check))
         _attached.update(self._parts)
 
     def _check_seen(self, other: torch.optim.Optimizer, *_: object) -> None:

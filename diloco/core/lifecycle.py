@@ -107,6 +107,11 @@ def first_position(core: Facts) -> int:
     return min(max(ahead), core.cycle - 1)
 
 
+def latest_exit(core: Facts) -> float:
+    """When a leaving peer that still serves others goes all the same."""
+    return core.leave_by + 3 * max(pace.patience_s(core, f) for f in core.fragments)
+
+
 def leave(core: Facts) -> None:
     """Who leaves sends what it has learned, and goes when others have that, and its heads."""
     if not core.leaving:
@@ -115,7 +120,7 @@ def leave(core: Facts) -> None:
     limit = core.leave_by
     for f in core.fragments:
         if any(core.now - at < pace.round_s(core, f) for at in f.served_at.values()):
-            limit = max(limit, core.leave_by + 3 * pace.patience_s(core, f))
+            limit = latest_exit(core)
         if f.steps_left is not None or f.stale:
             f.forget()  # nothing is loaded any more, so what came after is lost
         without = [one.tips.get(f.index, (0, "")) < f.tip.key for one in core.members.all()]

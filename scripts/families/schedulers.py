@@ -180,6 +180,7 @@ def _wrapped(name: str) -> tuple[Any, Any, Step]:
     if name in ("weight_norm", "spectral_norm"):
         getattr(nn.utils.parametrizations, name)(model[-1])
     if name.startswith("torch.compile"):
+        torch._dynamo.reset()  # each side compiles its own, however often there was one before
         if name.endswith("a step"):
             return model, _adamw(model), torch.compile(step, backend=COMPILER)
         return torch.compile(model, backend=COMPILER), _adamw(model), step

@@ -151,6 +151,25 @@ def test_a_step_that_a_scaler_skips_is_no_step(fused: bool) -> None:
     assert calls.count("after") == 2
 
 
+def test_torch_compile_traces_nothing_of_an_exchange() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, traced = torch.optim.SGD([parameter], lr=0.1), list[bool]()
+
+    def called() -> None:
+        traced.append(torch.compiler.is_compiling())
+
+    StepHooks(optimizer, called, called)
+    traced.clear()
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        parameter.square().sum().backward()
+        optimizer.step()
+
+    step()
+    assert traced == [False, False] and parameter.tolist() == pytest.approx([0.8, 0.8])
+
+
 @pytest.mark.parametrize("outer", [{}, {"fragments": 4, "staggered": True, "overlap": 3}])
 def test_every_step_has_the_learning_rate_of_the_swarm(outer: dict[str, Any]) -> None:
     """Also of one that pauses for so long that the others go on without it."""

@@ -13,6 +13,7 @@ What is the same:
 2. With a quorum, where versions close while others are on their way, moments decide who is in
    which. So: the share of time in which peers train, but for `PACE`; and the share of
    contributions that come too late for any version, but for `LOST`; the last ones do not count.
+   Where links are full, chance decides more than that: shares may lie between those at `NEARBY`.
 3. No peer has more notes of a kind of `BAD` than at k = 1, until the run is over for it. With a
    quorum, until it is for anybody, as authors leave then; and versions are made without those who
    miss, and what is late is discarded: these are no faults.
@@ -20,7 +21,7 @@ What is the same:
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random
@@ -38,6 +39,7 @@ BAD = ("missing", "stuck", "takeover", "discarded")
 MOST_LATENCY_S = 0.5  # no network has more, and a process answers in time or not
 BEATS = 50  # in a round, at most
 NAMES = "abcdefghijklm"
+NEARBY = (0.7, 0.8, 0.9, 1.1, 1.25, 1.4)  # what differs among these is chance, and no scale
 PACE, LOST = 0.1, 0.05  # by how much shares differ where there is no barrier
 LATER = 5  # times its expected length, until which a run has to end
 PRESETS = {
@@ -218,7 +220,9 @@ def _plan(
     swarm.on_step.append(stepped)
 
 
-def differences(run: Run, at_one: Outcome, other: Outcome) -> list[str]:
+def differences(
+    run: Run, at_one: Outcome, other: Outcome, nearby: Sequence[Outcome] = ()
+) -> list[str]:
     """What is not the same in two outcomes of a run, in words; `other` at another k."""
     joined = {fault.peer for fault in run.faults if fault.kind == "join"}
     found = [f"does not end: {' '.join(other.left)}"] if other.left else []
@@ -231,7 +235,7 @@ def differences(run: Run, at_one: Outcome, other: Outcome) -> list[str]:
             names = ", ".join("".join(sorted(one)) for one in each)
             found.append(f"fragment {fragment} version {number}: {names}")
     if run.outer.quorum:
-        found += _differences_of_shares(at_one, other, joined)
+        found += _differences_of_shares([at_one, *nearby], other, joined)
     kinds = BAD if run.outer.quorum is None else BAD[1:3]
     for (peer, kind), number in sorted(other.notes.items()):
         if kind in kinds and peer not in joined and number > at_one.notes[peer, kind]:
@@ -239,23 +243,29 @@ def differences(run: Run, at_one: Outcome, other: Outcome) -> list[str]:
     return found
 
 
-def _differences_of_shares(at_one: Outcome, other: Outcome, but: Collection[str]) -> list[str]:
+def _differences_of_shares(
+    near: Sequence[Outcome], other: Outcome, but: Collection[str]
+) -> list[str]:
     found = list[str]()
-    peers = at_one.trained.keys() - but
-    one, two = (mean(outcome.trained[peer] for peer in peers) for outcome in (at_one, other))
-    if abs(one - two) > PACE:
-        found.append(f"peers train in {one:.0%}, {two:.0%} of the time")
-    if other.lost > at_one.lost + LOST:
-        found.append(f"{at_one.lost:.0%}, {other.lost:.0%} of all contributions are late")
+    peers = near[0].trained.keys() - but
+    *shares, share = (mean(one.trained[peer] for peer in peers) for one in (*near, other))
+    if not min(shares) - PACE <= share <= max(shares) + PACE:
+        found.append(f"peers train in {shares[0]:.0%}, {share:.0%} of the time")
+    if other.lost > max(one.lost for one in near) + LOST:
+        found.append(f"{near[0].lost:.0%}, {other.lost:.0%} of all contributions are late")
     return found
 
 
 def scale_faults(seed: int, scales: Iterable[float] = SCALES) -> list[str]:
     """What of a seed's run is not the same at other scales; empty if it is."""
-    run = drawn(seed)
+    run, nearby = drawn(seed), list[Outcome]()
     at_one = played(run, 1.0)
     found = [f"k=1: does not end: {' '.join(at_one.left)}"] if at_one.left else []
     for k in scales:
-        if k != 1.0:
-            found += [f"k={k:g}: {one}" for one in differences(run, at_one, played(run, k))]
+        if k == 1.0:
+            continue
+        other = played(run, k)
+        if run.outer.quorum and differences(run, at_one, other):
+            nearby = nearby or [played(run, near) for near in NEARBY]
+        found += [f"k={k:g}: {one}" for one in differences(run, at_one, other, nearby)]
     return found

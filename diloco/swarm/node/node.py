@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from diloco.core import events, pace
+from diloco.core import events, lifecycle, pace
 from diloco.core.facts import CONTROL
 from diloco.errors import SwarmError
 from diloco.messages.control import Answer
@@ -355,8 +355,9 @@ class Node:
         """Send what was learned, unless `finished`; wait until others have it, and the heads."""
         self.anchors.end_snapshot()
         self.context.do(events.Leave(finished))
+        latest = lifecycle.latest_exit(self.core.facts) + CLOSE_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self.core.facts.leave_by + CLOSE_S):
+            async with asyncio.timeout_at(latest):
                 while not self._exited:
                     await self._capture_all()
                     await self._until(lambda: self._exited or bool(self._captures))

@@ -150,7 +150,8 @@ def merged(core: Facts, event: Merged) -> None:
     """The update is made; in vain if the tip has moved, or another peer is the author by now."""
     f = core.fragments[event.fragment]
     here, merge, f.merge = f.tip.head, f.merge, None
-    if merge is None or here.id != event.base or f.moving or core.author_of(f) != core.me:
+    others = here.id != event.base or f.moving or core.author_of(f) != core.me
+    if merge is None or others or core.over(f.tip):
         return
     left_out = event.left_out
     lines = tuple(

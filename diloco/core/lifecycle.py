@@ -124,8 +124,11 @@ def leave(core: Facts) -> None:
         if f.steps_left is not None or f.stale:
             f.forget()  # nothing is loaded any more, so what came after is lost
         without = [one.tips.get(f.index, (0, "")) < f.tip.key for one in core.members.all()]
-        # when the run is over, all others want its last heads; else one of them has to have them
-        lacks = lacks or (any(without) if core.finished else bool(without) and all(without))
+        # when the run is over, all end with its last heads; else one of the others has to have them
+        if core.finished:
+            lacks = lacks or any(without) or bool(f.greater().keys() - core.shunned.keys())
+        else:
+            lacks = lacks or (bool(without) and all(without))
         making = making or bool(f.draft or f.merge or f.moving)
         useful = [one for one in f.pool.values() if not f.tip.objection(one.line)]
         kept = kept or (not core.over(f.tip) and any(one.held_since is None for one in useful))

@@ -23,7 +23,7 @@ from diloco.core.peer import Peer as Core
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
 from diloco.messages.bulk import UPDATE_PARTS, Get
 from diloco.messages.control import Answer
-from diloco.messages.heads import Head, Line
+from diloco.messages.heads import Head, Key, Line
 from tests.support import swarm_without_tensors as base
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
 
@@ -366,6 +366,7 @@ class LinkedSwarm(base.Swarm):
         super().__init__(settings, seed=seed)
         self.seed, self.sizes, self.planned, self.jitter = seed, list(sizes), planned, jitter
         self.parts, self.over_at = parts, inf  # when the run was over for a peer
+        self.ended = dict[str, tuple[Key, ...]]()  # tips of those for which it was, as they left
         self.transfers: dict[Transfer, None] = {}
         self.records: dict[str, Record] = {}  # by head, as its author has made it
         self.said: list[Said] = []
@@ -698,6 +699,8 @@ class LinkedSwarm(base.Swarm):
         if sends and self.now < until:
             self.in_life(peer, self.now + 0.1, self._exit, peer, until)
         else:
+            if peer.facts.finished:
+                self.ended[peer.name] = tuple(f.tip.key for f in peer.facts.fragments)
             self.die(peer)
 
     # -- what came of it ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ What is the same:
 3. No peer has more notes of a kind of `BAD` than at k = 1, until the run is over for it. With a
    quorum, until it is for anybody, as authors leave then; and versions are made without those who
    miss, and what is late is discarded: these are no faults.
-4. It ends.
+4. It ends, for all with the same heads.
 """
 
 from collections import Counter
@@ -104,6 +104,7 @@ class Outcome(NamedTuple):
     before: dict[tuple[str, int], int]  # versions of a fragment when a peer was killed or left
     notes: Counter[tuple[str, str]]  # by peer and kind
     left: list[str]  # peers that have not ended
+    last: int  # how many different tips the others ended with
     virtual_s: float
 
 
@@ -186,7 +187,8 @@ def _outcome(swarm: LinkedSwarm, gone_at: Mapping[str, float]) -> Outcome:
     notes = Counter((one.peer, one.kind) for one in said)
     trained = {peer.name: peer.utilization(swarm.now) for peer in swarm.peers.values()}
     left = [one.name for one in swarm.alive()]
-    return Outcome(merged, trained, lost / max(1, len(ended)), before, notes, left, swarm.now)
+    last, late = len({*swarm.ended.values()}), lost / max(1, len(ended))
+    return Outcome(merged, trained, late, before, notes, left, last, swarm.now)
 
 
 def _plan(
@@ -225,7 +227,7 @@ def differences(
 ) -> list[str]:
     """What is not the same in two outcomes of a run, in words; `other` at another k."""
     joined = {fault.peer for fault in run.faults if fault.kind == "join"}
-    found = [f"does not end: {' '.join(other.left)}"] if other.left else []
+    found = _faults_at_end(other)
     both = at_one, other
     for fragment, number in sorted(at_one.merged.keys() | other.merged.keys()):
         limits = [*at_one.before.items(), *other.before.items()]
@@ -241,6 +243,11 @@ def differences(
         if kind in kinds and peer not in joined and number > at_one.notes[peer, kind]:
             found.append(f"{peer} notes {kind} {at_one.notes[peer, kind]}, {number} times")
     return found
+
+
+def _faults_at_end(outcome: Outcome) -> list[str]:
+    found = [f"does not end: {' '.join(outcome.left)}"] if outcome.left else []
+    return found + [f"ends with {outcome.last} different tips"] * (outcome.last > 1)
 
 
 def _differences_of_shares(
@@ -260,7 +267,7 @@ def scale_faults(seed: int, scales: Iterable[float] = SCALES) -> list[str]:
     """What of a seed's run is not the same at other scales; empty if it is."""
     run, nearby = drawn(seed), list[Outcome]()
     at_one = played(run, 1.0)
-    found = [f"k=1: does not end: {' '.join(at_one.left)}"] if at_one.left else []
+    found = [f"k=1: {fault}" for fault in _faults_at_end(at_one)]
     for k in scales:
         if k == 1.0:
             continue

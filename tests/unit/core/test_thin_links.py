@@ -4,6 +4,7 @@ from math import inf
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace as with_fields
 
 from diloco.core import events, pace
@@ -247,6 +248,31 @@ def test_who_has_finished_stays_while_its_last_version_is_under_way(serves: bool
     hear_all(author, last)
     facts.control.served_at[peer.name, "", 0] = last
     assert serves == bool(of_kind(author.core.receive(events.Tick(), last), events.Exit))
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_who_has_finished_stays_while_another_has_a_later_version(refused: bool) -> None:
+    swarm, peer, _, donor = fetching()
+    if refused:
+        peer.facts.control.refused[peer.facts.control.ahead[donor][1]] = None
+    actions = [*peer.core.receive(events.Leave(finished=True), swarm.now)]
+    actions += peer.core.receive(events.Tick(), swarm.now)
+    assert bool(of_kind(actions, events.Exit)) == refused
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_no_version_is_made_after_the_last_one(over: bool) -> None:
+    """The run ends while an update is made: others may have gone, and would never have it."""
+    swarm = Scene()
+    author = swarm.author()
+    facts, f = author.facts, author.facts.control
+    swarm.until(swarm.now + 60.0, lambda: bool(f.pool))
+    line = next(item.line for item in f.pool.values())
+    shares = (events.Share(line, None, 1.0, 1.0),)
+    f.merge = events.Merge(0, f.tip.head.id, f.tip.head.number + 1, shares, 0, 1)
+    facts.planned = (f.tip.head.number if over else 0, 0, 0)
+    merged = events.Merged(0, f.tip.head.id, torch.zeros(1), "0" * 64)
+    assert bool(of_kind(author.core.receive(merged, swarm.now), events.Apply)) != over
 
 
 def test_before_the_first_version_a_round_is_a_cycle_and_what_sending_takes() -> None:

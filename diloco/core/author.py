@@ -17,7 +17,7 @@ from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
-LOOK_S = 1.0  # between two looks whether a pause has ended
+LOOK_S, LOOKS = 1.0, 20  # between two looks whether a wait has ended, and the most in a round
 WAITING_S = 5.0  # with a quorum: who waits longer, and a quarter of a round, may wait for ever
 
 
@@ -40,13 +40,13 @@ def close(core: Facts, f: FragmentState) -> None:
         return
     f.quorum_at = now if f.quorum_at is None else f.quorum_at
     if settings.quorum is not None and pace.is_under_way(core, f):
-        return core.wake(_next_look(now))
+        return core.wake(_next_look(core, f))
     round_s = pace.round_s(core, f)
     pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
     myself = core.me in missing and core.pauses and now - core.progress_at < pause_limit_s
     if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now, round_s) or myself):
         f.quorum_at = now  # the wait begins when the pause has ended
-        return core.wake(_next_look(now))
+        return core.wake(_next_look(core, f))
     if settings.barrier:
         wait_s = patience.wait_s([_round_s(core, f, item) for item in chosen.values()])
     else:
@@ -54,7 +54,7 @@ def close(core: Facts, f: FragmentState) -> None:
     if missing and now < f.quorum_at + wait_s:
         return core.wake(f.quorum_at + wait_s)
     if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
-        return core.wake(_next_look(now))
+        return core.wake(_next_look(core, f))
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
     patience.slow |= _stalled(core, f) - here.keys()
@@ -63,9 +63,11 @@ def close(core: Facts, f: FragmentState) -> None:
     _merge(core, f, list(chosen.values())[:MAX_LINES])
 
 
-def _next_look(now: float) -> float:
-    """A time that all decisions of a second share, so that each does not begin looks of its own."""
-    return (now // LOOK_S + 1) * LOOK_S
+def _next_look(core: Facts, f: FragmentState) -> float:
+    """A time that all decisions of a while share, so that each does not begin looks of its own."""
+    period_s = max(core.settings.tick_s, min(LOOK_S, pace.round_s(core, f) / LOOKS))
+    look_at = (core.now // period_s + 1) * period_s
+    return look_at if look_at > core.now else look_at + period_s  # a quotient is rounded
 
 
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:

@@ -168,6 +168,10 @@ class FragmentState:
         """Who tells a greater tip that is not refused."""
         return {peer: key for peer, key in self.ahead.items() if key[1] not in self.refused}
 
+    def is_to_be_had(self) -> bool:
+        """Whether anybody gives a greater tip, or tells one."""
+        return bool(self.greater()) or (self.fetch is not None and bool(self.fetch.donor))
+
     def behind(self) -> bool:
         """Whether a greater tip is to be had, from others than those who did not give it before.
 

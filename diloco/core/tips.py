@@ -367,7 +367,7 @@ def _newer(
 ) -> events.Records | events.AnchorPart | None:
     """The records after a head, or the first part of an anchor, to few peers at a time."""
     tip, have = f.tip, get.have
-    passes_on = f.arriving is not None and f.arriving.prev == have[1]
+    passes_on = f.arriving is not None and f.arriving.prev == have[1] and f.is_to_be_had()
     head = f.arriving if f.arriving and passes_on else tip.head
     asked = (peer, "", get.part)
     # a peer that reads slowly, or hangs, has its place for a round at most

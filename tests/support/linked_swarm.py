@@ -55,6 +55,12 @@ class Arrival:
     times: int = 0  # how often a transfer of it began
     followers: list["AnswerTransfer"] = field(default_factory=list)  # which pass its parts on
 
+    def end_followers(self) -> None:
+        """What they wait for does not come."""
+        followers, self.followers = self.followers, []
+        for follower in followers:
+            follower.broken()
+
 
 class Port:
     """An uplink or a downlink: serves one piece at a time, of each transfer in turn."""
@@ -289,8 +295,7 @@ class AnswerTransfer(Transfer):
     def _give_up(self, arrival: Arrival, times: int) -> None:
         """No other donor went on: those who wait for its parts wait no longer."""
         if arrival.times == times:
-            for follower in arrival.followers:
-                follower.broken()
+            arrival.end_followers()
 
 
 def stamp_of(line: Line | Answer) -> tuple[int, str, int]:
@@ -497,6 +502,10 @@ class LinkedSwarm(base.Swarm):
             return
         for action in peer.core.receive(event, self.now):
             self.do(peer, action)
+        for fragment, arrival in peer.arrivals.items() if peer.core else ():
+            waited_for = arrival.followers and not arrival.live
+            if waited_for and not peer.facts.fragments[fragment].is_to_be_had():
+                arrival.end_followers()
         self._train(peer)
 
     def _train(self, peer: LinkedPeer) -> None:

@@ -40,6 +40,7 @@ MOST_LATENCY_S = 0.5  # no network has more, and a process answers in time or no
 BEATS = 50  # in a round, at most
 NAMES = "abcdefghijklm"
 NEARBY = (0.7, 0.8, 0.9, 1.1, 1.25, 1.4)  # what differs among these is chance, and no scale
+SHORT_S = 5.0  # shares of runs that last less are left out: calling again takes a quarter second
 PACE, LOST = 0.1, 0.05  # by how much shares differ where there is no barrier
 LATER = 5  # times its expected length, until which a run has to end
 PRESETS = {
@@ -236,7 +237,7 @@ def differences(
         if run.outer.quorum is None and each[0] != each[1]:
             names = ", ".join("".join(sorted(one)) for one in each)
             found.append(f"fragment {fragment} version {number}: {names}")
-    if run.outer.quorum:
+    if run.outer.quorum and other.virtual_s >= SHORT_S:
         found += _differences_of_shares([at_one, *nearby], other, joined)
     kinds = BAD if run.outer.quorum is None else BAD[1:3]
     for (peer, kind), number in sorted(other.notes.items()):

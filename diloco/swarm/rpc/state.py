@@ -255,12 +255,22 @@ class StateServer:
                     await stream.send_payload(piece)
 
     async def _wait_for_part(self, stream: PeerStream, arrival: Arrival, number: int) -> None:
-        """Wait until a part is here, and say so meanwhile: the asker waits while bytes come."""
+        """Wait until a part is here, and say so meanwhile: the asker waits while bytes come.
+
+        1. An author is killed, and two peers have parts of its last update. 2. The one with fewer
+        asks the other, which learns that nobody has the rest. 3. It says so at once: both are about
+        to make that version anew.
+        """
+        f = self._context.core.facts.fragments[arrival.head.fragment]
         until = self._context.now() + STALL_FLOOR_S
         while arrival.parts <= number:
             try:
                 async with asyncio.timeout(WAITING_S):
-                    await self._context.tasks.until(lambda: arrival.parts > number)
+                    await self._context.tasks.until(
+                        lambda: arrival.parts > number or not (arrival.live or f.is_to_be_had())
+                    )
+                if arrival.parts <= number:
+                    raise ConnectionError("nobody has the rest of this update")
             except TimeoutError:
                 now = self._context.now()
                 until = now + STALL_FLOOR_S if arrival.live else until

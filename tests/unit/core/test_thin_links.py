@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace as with_fields
 
-from diloco.core import events, pace
+from diloco.core import author, events, pace
 from diloco.core.events import Arriving, Asked, Broke, Moved, Served
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.bulk import Get
 from diloco.messages.control import Answer, Offer, Status
+from tests.support.core import core
 from tests.support.swarm_without_tensors import Peer
 from tests.unit.core.test_members import FIRST_STEP_S, STALL_S, member_of, members_of
 from tests.unit.core.test_what_happens import Scene
@@ -110,6 +113,26 @@ def test_parts_are_passed_on_while_they_arrive_to_two_at_a_time() -> None:
     peer.core.receive(Served(others[0], get), now)
     [reply] = of_kind(peer.core.receive(Asked(donor, get), now), events.Reply)
     assert reply.answer is not None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_parts_of_an_update_that_nobody_completes_are_not_passed_on(lives: bool) -> None:
+    """1. The author is killed before anybody has all of its update. 2. Two peers have parts of it.
+    3. Neither waits for the other: the next author makes that version anew at once."""
+    swarm, peer, get, donor = fetching()
+    peer.core.receive(Arriving(donor, get, swarm.peers[donor].tip().head), swarm.now)
+    if not lives:
+        peer.core.receive(events.Lost(donor, "killed"), swarm.now)
+    asker = next(name for name in swarm.peers if name not in (donor, peer.name))
+    [reply] = of_kind(peer.core.receive(Asked(asker, get), swarm.now), events.Reply)
+    assert (reply.answer is not None) == lives
+
+
+@given(now=st.floats(0.0, 1e6), round_s=st.floats(0.0, 1e4))
+def test_the_next_look_is_later(now: float, round_s: float) -> None:
+    facts = core().facts
+    facts.now, facts.control.sent_s = now, round_s
+    assert now < author._next_look(facts, facts.control) <= now + 2.0
 
 
 def test_who_is_told_that_a_version_is_arriving_elsewhere_asks_there() -> None:

@@ -25,7 +25,7 @@ from diloco.swarm.limits import FIRST_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.swarm.rpc.registry import ANSWERS, load_questions
-from diloco.swarm.rpc.state import ask
+from diloco.swarm.rpc.state import StateServer, ask
 from diloco.swarm.rpc.updates import Arrival, Update, payload_digest
 from diloco.swarm.wire.streams import PeerStream, Traffic
 from tests.support.alone import Alone, alone
@@ -177,5 +177,23 @@ def test_a_donor_that_answers_a_resumed_update_with_an_anchor_is_believed() -> N
         assert isinstance(part, AnchorPart) and part.part == 0 and part.values.equal(values)
         [question] = pipe.messages()
         assert question == Get(0, tip.key, part=1, held=broken_off.head.id)
+
+    alone(scene)
+
+
+def test_who_waits_for_a_part_that_nobody_has_waits_no_longer() -> None:
+    async def scene(node: Alone) -> None:
+        head = node.core.facts.control.tip.head
+        arrival = Arrival(head, Update(torch.zeros(8, dtype=torch.uint8), ("", "")), parts=1)
+        arrival.live = True
+        server, stream = StateServer(node.context), Pipe()
+        waits = asyncio.ensure_future(server._wait_for_part(stream, arrival, 1))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        arrival.live, began_at = False, node.context.now()
+        node.context.tasks.notify()
+        with pytest.raises(ConnectionError, match="nobody has the rest"):
+            await waits
+        assert node.context.now() - began_at < 1.0
 
     alone(scene)

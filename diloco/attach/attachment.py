@@ -167,7 +167,8 @@ class Attachment:
                 self._open(options, fragments)
 
     def _open(self, options: NodeOptions, fragments: Sequence[Fragment]) -> None:
-        self._inner_state.set_source(options.network.inner_state, options.saved is not None)
+        saved_steps = self.steps if options.saved is not None else 0
+        self._inner_state.set_source(options.network.inner_state, saved_steps)
         replica = Replica(self._link.rows or self.parameters, fragments, self.outer)
         options = replace(options, inner_state=self._snapshot)
         told, patience_s = self._program.on_event, self._program.peer.patience_s

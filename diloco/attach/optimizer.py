@@ -244,9 +244,9 @@ class InnerStateTransfer:
         self._optimizer, self._parameters = optimizer, parameters
         self._ranks, self._on_event = ranks, on_event
 
-    def set_source(self, setting: Literal["donor", "cold"], is_saved: bool) -> None:
-        """A saved peer has its own state, unless it was saved before the first step."""
-        if not (is_saved and any(part.state for part in parts_of(self._optimizer))):
+    def set_source(self, setting: Literal["donor", "cold"], saved_steps: int) -> None:
+        """A peer that was saved after a step has its own state: where its class keeps none, too."""
+        if not saved_steps:
             self.source = setting
 
     def fetch(

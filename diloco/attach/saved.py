@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from diloco.attach.attachment import Attachment
 from diloco.attach.devices import restore_rng, rng_state
 from diloco.attach.optimizer import NONE, Parameters, kind_of, parts_of
-from diloco.attach.parameters import full_tensor, load_rows_, named, sharded_like
+from diloco.attach.optimizer_state import Tensors, flatten_optimizer, restore_optimizer
+from diloco.attach.parameters import full_tensor, load_rows_, named
 from diloco.attach.ranks import RankGroup
 from diloco.attach.schedulers import Schedulers
 from diloco.core.history import Tip, state_of
@@ -26,7 +27,8 @@ from diloco.errors import CheckpointError, PayloadError
 from diloco.messages.heads import Book, Head
 from diloco.outer.digest import part_digests
 from diloco.outer.optimizer import OuterState
-from diloco.rundir.checkpoint import DTYPES, CheckpointStore, from_json, plain_json, to_json
+from diloco.rundir.checkpoint import DTYPES, CheckpointStore
+from diloco.rundir.containers import from_json, plain_json, to_json
 from diloco.rundir.files import exclusive
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.node.saved import Saved
@@ -34,10 +36,7 @@ from diloco.swarm.node.saved import Saved
 KEY = "checkpoints directory"
 KEEP = 2
 EXTRA = "_extra_state"  # the end of the names of what `get_extra_state` gives
-KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
-Tensors = dict[str, Tensor]
 Groups = dict[str, Tensors]
-_Groups = list[list[str]]  # names of parameters
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class LoopCheckpoints:
     ) -> None:
         self.directory = directory
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
-        self._parameters = dict(named(model))
+        self._parameters, self._checked = dict(named(model)), WeakSet[Optimizer]()
         self._store = CheckpointStore(directory, KEEP, KEY)
         for name, tensor in self._tensors().items():
             if tensor.dtype not in DTYPES:
@@ -115,8 +114,24 @@ class LoopCheckpoints:
                 )
         self._extra({})
         self._lock = ExitStack()
+        for part in parts_of(optimizer):
+            hook = part.register_step_post_hook(self._check_optimizer)
+            self._lock.callback(hook.remove)
         if ranks.is_rank0:
             self._lock.enter_context(exclusive(directory, KEY))
+
+    def _check_optimizer(self, part: Optimizer, *_: object) -> None:
+        """After its first step: the first checkpoint may be due hours later."""
+        if part in self._checked:
+            return
+        self._checked.add(part)
+        try:
+            to_json(part.state_dict(), "", {})
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"optimizer={kind_of(part)}: {error}; attach without checkpoints, or train with"
+                " another optimizer"
+            ) from None
 
     def close(self) -> None:
         """Let other processes use the directory."""
@@ -272,102 +287,6 @@ def restore_own(
     """The inverse of `flatten_own`; see `restore_optimizer`."""
     restore_optimizer(optimizer, tensors["inner"], saved["inner"], key, parameters)
     restore_rng(tensors["rng"], saved["rng"])
-
-
-def flatten_optimizer(
-    optimizer: Optimizer, parameters: Parameters = NONE
-) -> tuple[Tensors, dict[str, Any]]:
-    """All ranks: the state of any torch optimizer as named tensors, no copies, and JSON.
-
-    Sharded tensors become whole on rank 0. Where `parameters` name them, the groups may be in
-    another order when it is restored. Raises `CheckpointError` for what JSON cannot hold.
-    """
-    tensors: Tensors = {}
-    state = to_json(optimizer.state_dict(), "", tensors)
-    tensors = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-    saved = {"type": kind_of(optimizer), "shapes": _shapes(optimizer)}
-    return tensors, {**saved, "names": _names(optimizer, parameters), "state_dict": state}
-
-
-def restore_optimizer(
-    optimizer: Optimizer,
-    tensors: Tensors,
-    saved: Mapping[str, Any],
-    key: str = "run.dir",
-    parameters: Parameters = NONE,
-) -> None:
-    """The inverse of `flatten_optimizer`; the optimizer may keep the tensors themselves.
-
-    Raises `CheckpointError` for the state of another optimizer, of other shapes or other groups;
-    `key` is what chose the checkpoint.
-    """
-    names = _names(optimizer, parameters)
-    before = saved.get("names", names)
-    here, there = _by_name(names, _shapes(optimizer)), _by_name(before, saved["shapes"])
-    if (kind_of(optimizer), here) != (saved["type"], there):
-        raise CheckpointError(
-            f"{key}: its checkpoint holds the state of {saved['type']} for"
-            f" {_numel(saved['shapes'])} parameters, this run has {kind_of(optimizer)} for"
-            f" {_numel(_shapes(optimizer))} with other shapes, order or groups; resume with the"
-            f" configuration that wrote it, or choose another {key}"
-        )
-    state = from_json(saved["state_dict"], tensors)
-    both = zip(parts_of(optimizer), state.get("parts", [state]), before, names, strict=True)
-    parts = [_sharded(part, _renumbered(one, *order)) for part, one, *order in both]
-    optimizer.load_state_dict({"parts": parts} if "parts" in state else parts[0])
-
-
-def _renumbered(state: dict[str, Any], before: _Groups, names: _Groups) -> dict[str, Any]:
-    """The state of an optimizer whose groups, or the parameters in these, had another order."""
-    if before == names:
-        return state
-    settings = dict(zip(map(frozenset, before), state["param_groups"], strict=True))
-    numbers = {name: number for number, name in enumerate(chain(*before))}
-    order = [numbers[name] for name in chain(*names)]
-    places, kept = iter(range(len(order))), state["state"]
-    groups = [
-        settings[frozenset(group)] | {"params": [next(places) for _ in group]} for group in names
-    ]
-    moved = {place: kept[number] for place, number in enumerate(order) if number in kept}
-    return {**state, "state": moved, "param_groups": groups}
-
-
-def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, for the kernels that compute here."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        there |= {name: here[name] for name in KERNELS if name in here}
-    for index, kept in state["state"].items():
-        for name, value in kept.items():
-            if isinstance(value, Tensor):
-                kept[name] = sharded_like(value, parameters[index])
-    return state
-
-
-def _names(optimizer: Optimizer, parameters: Parameters) -> list[_Groups]:
-    """Of each part's groups the names of the parameters, or their numbers."""
-    known, numbers = {id(one): name for name, one in parameters.items()}, count()
-    return [
-        [[known.get(id(p)) or str(next(numbers)) for p in group["params"]] for group in groups]
-        for groups in (part.param_groups for part in parts_of(optimizer))
-    ]
-
-
-def _by_name(names: list[_Groups], shapes: list[list[int]]) -> list[dict[frozenset[str], Any]]:
-    """The shapes of each part's groups, whatever their order."""
-    sizes = dict(zip(chain(*chain(*names)), shapes, strict=False))
-    return [
-        {frozenset(group): {name: sizes.get(name) for name in group} for group in groups}
-        for groups in names
-    ]
-
-
-def _shapes(optimizer: Optimizer) -> list[list[int]]:
-    return [list(one.shape) for group in optimizer.param_groups for one in group["params"]]
-
-
-def _numel(shapes: list[list[int]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def flatten_schedules(schedulers: Schedulers) -> list[Any]:

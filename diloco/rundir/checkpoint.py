@@ -16,19 +16,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import struct
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -347,52 +345,3 @@ def _reason(name: str, error: OSError | ValueError) -> str:
 def _digest(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# -- nested containers -----------------------------------------------------------------------------
-
-
-def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested containers as JSON, which lacks tensors, tuples and keys that are numbers."""
-    if isinstance(value, numpy.generic):
-        value = value.item()
-    if isinstance(value, Tensor):
-        assert path not in tensors, f"two tensors have the name {path}"
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, dict):
-        items = ((key, f"{path}.{key}".lstrip("."), item) for key, item in value.items())
-        return {"dict": [[key, to_json(item, at, tensors)] for key, at, item in items]}
-    if isinstance(value, list | tuple):
-        parts = [to_json(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
-        return {"tuple": parts} if isinstance(value, tuple) else parts
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise CheckpointError(f"{path}: a checkpoint cannot hold {type(value).__name__}")
-
-
-def from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `to_json`."""
-    if isinstance(value, list):
-        return [from_json(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "tuple":
-        return tuple(from_json(item, tensors) for item in content)
-    return {key: from_json(item, tensors) for key, item in content}
-
-
-def plain_json(value: Any, path: str) -> Any:
-    """JSON of a loop's values: also numbers of numpy and torch, paths, Hydra's containers."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, numpy.generic | numpy.ndarray | Tensor) and math.prod(value.shape) == 1:
-        return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): plain_json(item, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain_json(item, f"{path}.{index}") for index, item in enumerate(value)]
-    return to_json(value, path, {})

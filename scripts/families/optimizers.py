@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from scripts.families import WORKS, Member, refused
 from scripts.families._alone import Peer, play_peers
 
@@ -93,7 +93,7 @@ class Loop:
     def __init__(self, name: str, other_order: bool = False) -> None:
         module, _, kind = name.rpartition(".")
         self.how = "closure" if kind.endswith("Closure") else STEPS.get(kind, "step")
-        self.model = network(kind in MATRICES)
+        self.kind, self.model = kind, network(kind in MATRICES)
         if self.how == "sparse":
             self.model = nn.Embedding(8, 4, sparse=True)
         torch.manual_seed(1)  # some draw
@@ -105,7 +105,10 @@ class Loop:
     def step(self, number: int) -> None:
         torch.manual_seed(number)
         if self.how == "closure":
+            if self.kind in AROUND:  # which climb along gradients that are there already
+                gradient(self.model, number)
             self.optimizer.step(self._closure(number))
+            self.optimizer.zero_grad()
             return
         if self.how == "sparse":
             self.model(torch.arange(8)).square().sum().backward()
@@ -140,6 +143,7 @@ class Loop:
         }
 
 
+LAST_BITS = 1e-6  # two loops of Kron's differ by so much, by where their tensors lie in memory
 MATRICES = {"Muon", "AdaMuon", "NorMuon"}
 STEPS = {"LBFGS": "closure", "SparseAdam": "sparse", "AdaHessian": "graph", "SophiaH": "graph"}
 STEPS |= dict.fromkeys(("SAM", "GSAM", "WSAM", "LookSAM", "FriendlySAM", "BSAM"), "closure")
@@ -180,12 +184,16 @@ def play(name: str) -> str:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return f"skipped: without a swarm it raises {text[:120]}"
-    _compare("of two loops without a swarm", plain, again)
+    limit = LAST_BITS if "Kron" in name else 0.0
+    _compare("of two loops without a swarm", plain, again, limit)
     try:
-        _compare("of a swarm of one", plain, _alone(name))
+        _compare("of a swarm of one", plain, _alone(name), limit)
     except ConfigError as error:
         return refused(error)
-    _resumes(name)
+    try:
+        _resumes(name, limit)
+    except CheckpointError as error:
+        return refused(error) if "attach without checkpoints" in str(error) else f"bug: {error}"
     _late(name)
     return WORKS
 
@@ -218,7 +226,7 @@ def _alone(name: str) -> dict[str, Tensor]:
     return loop.values()
 
 
-def _resumes(name: str) -> None:
+def _resumes(name: str, limit: float) -> None:
     """In two sessions, and in one."""
 
     def session(folder: str, begin: int, end: int) -> dict[str, Tensor]:
@@ -239,7 +247,7 @@ def _resumes(name: str) -> None:
     half = ROUNDS * EVERY // 2
     whole = session("whole", 0, 2 * half)
     session("stopped", 0, half)
-    _compare("after a restart", whole, session("stopped", half, 2 * half))
+    _compare("after a restart", whole, session("stopped", half, 2 * half), limit)
 
 
 def _late(name: str) -> None:
@@ -276,7 +284,10 @@ def _late(name: str) -> None:
     assert own and any(same), "a late peer has other moments than its donor, by name"
 
 
-def _compare(what: str, here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
+def _compare(
+    what: str, here: dict[str, Tensor], there: dict[str, Tensor], limit: float = 0.0
+) -> None:
     for name, values in here.items():
         off = float((values - there[name]).abs().max() / values.abs().max())
-        assert torch.equal(values, there[name]), f"{what}: {name} differs by {off:.1e}"
+        same = off <= limit if limit else torch.equal(values, there[name])
+        assert same, f"{what}: {name} differs by {off:.1e}"

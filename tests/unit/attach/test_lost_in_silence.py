@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from diloco.attach.optimizer import layout_of, load_moments_, snapshot
-from diloco.attach.saved import flatten_optimizer, restore_optimizer
+from diloco.attach.optimizer_state import flatten_optimizer, restore_optimizer
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError
 from diloco.process import LastingStream
@@ -188,6 +188,53 @@ def in_sessions(folder: Path, build: Callable[[], nn.Module], *works: Callable[.
                 work(swarm, model)
 
         play_peers(session)
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer that keeps nothing for a parameter, or what no checkpoint can hold."""
+
+    def __init__(self, parameters: Any, keeps: Any = None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.keeps = keeps
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.1 * parameter.grad.sign())
+            if self.keeps is not None:
+                self.state[parameter]["kept"] = self.keeps
+
+
+def signed_steps(peer: Peer, folder: Path, keeps: Any = None) -> int:
+    model, swarm = nn.Linear(1, 1), peer.swarm()
+    optimizer = Signs(model.parameters(), keeps)
+    with swarm, swarm.attach(model, optimizer, checkpoints=folder) as sync:
+        for _ in range(8):
+            peer.step()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        swarm.save()
+        return sync.version
+
+
+def test_a_restart_of_an_optimizer_without_state_loses_no_round(tmp_path: Path) -> None:
+    """It was taken for one that has not begun: its first round was a warm-up, and was left out."""
+    versions, kinds = list[int](), list[str]()
+    for _ in range(2):
+        [peer] = play_peers(lambda peer: versions.append(signed_steps(peer, tmp_path)))
+        kinds += [kind for kind, _ in peer.events]
+    assert versions[1] == 2 * versions[0] and "cold_start" not in kinds
+
+
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_at_its_first_step(
+    tmp_path: Path,
+) -> None:
+    text = "^optimizer=Signs: state.0.kept: a checkpoint cannot hold object; attach without"
+
+    def play(peer: Peer) -> None:
+        signed_steps(peer, tmp_path, keeps=object())
+
+    with pytest.raises(CheckpointError, match=text):
+        play_peers(play)
 
 
 def test_checkpoints_have_what_modules_keep_and_any_dtype(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.attach.devices import restore_rng, rng_state
-from diloco.attach.saved import flatten_optimizer, restore_optimizer
+from diloco.attach.optimizer_state import flatten_optimizer, restore_optimizer
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore
+from diloco.rundir.containers import from_json, to_json
 
 # Every operation through which a save changes the disk (shutil.rmtree included).
 OPERATIONS = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")
@@ -350,6 +352,39 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     text = r"param_groups\.0\.hook: a checkpoint cannot hold builtin"
     with pytest.raises(CheckpointError, match=text):
         flatten_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": (1, [2.5, None]), (0, "q"): {3}, 7: {"x"}},
+        deque([torch.ones(2), torch.zeros(2)], maxlen=3),
+        {"dtype": torch.bfloat16, "schedule": b"\x00\xff"},
+    ],
+    ids=["keys and sets", "queue", "dtype and bytes"],
+)
+def test_what_optimizers_keep_is_read_back(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    written = json.loads(json.dumps(to_json(value, "", tensors)))
+    back = from_json(written, tensors)
+    assert type(back) is type(value) and str(back) == str(value)
+    assert not isinstance(value, deque) or back.maxlen == 3
+
+
+def test_a_matrix_keeps_its_strides(tmp_path: Path) -> None:
+    """Of eigenvectors, which lie by columns: a product with others has other last bits."""
+    value, tensors = torch.randn(4, 6).T, dict[str, torch.Tensor]()
+    state = {"state": to_json({"q": value}, "", tensors)}
+    CheckpointStore(tmp_path, keep=1).save(1, {"inner": tensors}, state)
+    saved = CheckpointStore(tmp_path, keep=1).load_latest()
+    assert saved is not None
+    back = from_json(saved.state["state"], saved.tensors["inner"])["q"]
+    assert back.equal(value) and back.stride() == value.stride()
+
+
+def test_a_tensor_is_no_key() -> None:
+    with pytest.raises(CheckpointError, match="cannot hold a tensor as a key"):
+        to_json({torch.ones(1): 1}, "state", {})
 
 
 def test_random_numbers_continue(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from diloco.attach.optimizer import kind_of, parts_of
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
+from diloco.rundir.containers import from_json, to_json
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
 MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
@@ -284,3 +285,21 @@ def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None,
     found = (one.grad for one in _parameters(optimizer) if one.grad is not None)
     smallest = min(found, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version
+
+
+def flatten_schedules(schedulers: Schedulers) -> list[Any]:
+    """Their states at step 0; None for one that is not known, or holds more than JSON can."""
+    found: list[Any] = []
+    for fresh in schedulers.fresh:
+        tensors: dict[str, Tensor] = {}
+        try:
+            written = None if fresh is None else to_json(fresh, "", tensors)
+        except CheckpointError:
+            written = None
+        found.append(None if tensors else written)
+    return found
+
+
+def restore_schedules(schedulers: Schedulers, saved: Sequence[Any]) -> None:
+    """The inverse of `flatten_schedules`."""
+    schedulers.restore([one and from_json(one, {}) for one in saved])

@@ -11,8 +11,14 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 from diloco.attach.optimizer import CombinedOptimizer
-from diloco.attach.saved import flatten_schedules, restore_schedules
-from diloco.attach.schedulers import ScheduledStep, Schedulers, StepHooks, swarm_steps
+from diloco.attach.schedulers import (
+    ScheduledStep,
+    Schedulers,
+    StepHooks,
+    flatten_schedules,
+    restore_schedules,
+    swarm_steps,
+)
 from diloco.errors import ConfigError
 from tests.support.loops import Loop, train
 

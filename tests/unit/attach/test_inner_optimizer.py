@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco.attach.optimizer import CombinedOptimizer, load_moments_, snapshot
-from diloco.attach.optimizer_state import flatten_optimizer, restore_optimizer
+from diloco.attach.saved import flatten_optimizer, restore_optimizer
 from diloco.config import compose
 from diloco.train import optimizer as inner
 from diloco.train.optimizer import Muon, inner_optimizer

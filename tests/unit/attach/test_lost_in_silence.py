@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from diloco.attach.optimizer import layout_of, load_moments_, snapshot
-from diloco.attach.optimizer_state import flatten_optimizer, restore_optimizer
+from diloco.attach.saved import flatten_optimizer, restore_optimizer
 from diloco.attach.swarm import Attachment, Swarm
 from diloco.errors import CheckpointError, ConfigError
 from diloco.process import LastingStream

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.attach.devices import restore_rng, rng_state
-from diloco.attach.optimizer_state import flatten_optimizer, restore_optimizer
+from diloco.attach.saved import flatten_optimizer, restore_optimizer
 from diloco.errors import CheckpointError
 from diloco.rundir import checkpoint as module
 from diloco.rundir.checkpoint import Checkpoint, CheckpointStore

@@ -17,7 +17,7 @@ from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
-LOOK_S, LOOKS = 1.0, 20  # between two looks whether a wait has ended, and the most in a round
+LOOKS = 100  # in a round, whether a wait has ended of which nobody says so
 WAITING_S = 5.0  # with a quorum: who waits longer, and a quarter of a round, may wait for ever
 
 
@@ -48,11 +48,12 @@ def close(core: Facts, f: FragmentState) -> None:
         f.quorum_at = now  # the wait begins when the pause has ended
         return core.wake(_next_look(core, f))
     if settings.barrier:
-        wait_s = patience.wait_s([_round_s(core, f, item) for item in chosen.values()])
+        rounds_s = [_round_s(core, f, item) for item in chosen.values()]
+        closes_at = f.quorum_at + patience.wait_s(rounds_s)
     else:
-        wait_s = _grace_s(core, chosen)
-    if missing and now < f.quorum_at + wait_s:
-        return core.wake(f.quorum_at + wait_s)
+        closes_at = _grace_until(core, f.quorum_at, chosen)
+    if missing and now < closes_at:
+        return core.wake(closes_at)
     if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
         return core.wake(_next_look(core, f))
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
@@ -65,7 +66,7 @@ def close(core: Facts, f: FragmentState) -> None:
 
 def _next_look(core: Facts, f: FragmentState) -> float:
     """A time that all decisions of a while share, so that each does not begin looks of its own."""
-    period_s = max(core.settings.tick_s, min(LOOK_S, pace.round_s(core, f) / LOOKS))
+    period_s = max(core.settings.tick_s, pace.round_s(core, f) / LOOKS)
     look_at = (core.now // period_s + 1) * period_s
     return look_at if look_at > core.now else look_at + period_s  # a quotient is rounded
 
@@ -117,21 +118,24 @@ def _round_s(core: Facts, f: FragmentState, item: Contribution) -> float:
     return item.arrived_at - began
 
 
-def _grace_s(core: Facts, chosen: Mapping[str, Contribution]) -> float:
+def _grace_until(core: Facts, quorum_at: float, chosen: Mapping[str, Contribution]) -> float:
     """With a quorum: a fixed time, or a part of what the overlap hides, so no inner step waits.
 
     That is gamma (tau xi_step - xi_quorum) of Decoupled DiLoCo (arXiv 2604.21428), for the
     contributor with the least time: it needs the update tau inner steps of its own after it took
-    its pseudo-gradient, xi_quorum ago.
+    its pseudo-gradient, xi_quorum ago. What is left of that when the version closes is at least
+    1 / gamma of the grace, so that it can be sent. A fixed time: a wait that is planned anew at
+    every look would need a look for each.
     """
     settings = core.settings
     if not settings.grace_slack:
-        return settings.grace_s
+        return quorum_at + settings.grace_s
     told = {one.peer: one.status.steps_per_s for one in core.members.all()}
     told[core.me] = core.steps_per_s
     paces = ((item, told.get(peer, 0.0)) for peer, item in chosen.items())
     due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]
-    return max(0.0, settings.grace_slack * (min(due_at, default=core.now) - core.now))
+    earliest = max(quorum_at, min(due_at, default=quorum_at))
+    return (quorum_at + settings.grace_slack * earliest) / (1 + settings.grace_slack)
 
 
 def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None:

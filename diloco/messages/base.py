@@ -32,10 +32,9 @@ class Place(Enum):
         return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
 
 
-class Message(
-    Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
-):
-    """Base of all messages: frozen, and without fields that the schema does not know."""
+class Message(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+    """Base of all messages: frozen. A newer peer's fields that are not known here are left out, and
+    each new field has a default; of what is signed (`heads`), every field counts."""
 
     place: ClassVar[Place] = Place.ANSWER
     roles: ClassVar[frozenset[Role]] = frozenset()  # that may begin a stream with it

@@ -1,11 +1,12 @@
 """Messages as bytes: each is one msgpack map, without the 4 bytes of its length that go before it.
 
-Nothing read from the network becomes an object without passing its schema: unknown fields, wrong
-types and values out of range all raise `PayloadError`, at the first of them.
+Nothing read from the network becomes an object without passing its schema: wrong types and values
+out of range raise `PayloadError`, at the first of them; unknown fields are left out.
 
-A new kind does not raise the wire version: an older peer refuses such a request with the reason,
-skips it on a control stream, and holds neither against its sender (`UnknownKind`). A new field, or
-another meaning of an old one, raises it.
+So a swarm can be upgraded peer by peer. A new kind does not raise the wire version: an older peer
+refuses such a request with the reason, skips it on a control stream, and holds neither against its
+sender (`UnknownKind`). Nor does a new field, which has a default. Another meaning of an old field
+raises it, and so does a new one in what is signed: heads, their lines and books.
 """
 
 from __future__ import annotations

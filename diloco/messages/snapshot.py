@@ -59,7 +59,7 @@ class PhaseSeconds:
         return PhaseSeconds(*(now - before for now, before in pairs))
 
 
-class _Row(Struct, frozen=True, forbid_unknown_fields=True):
+class _Row(Struct, frozen=True):
     def __post_init__(self) -> None:
         texts = (name for name in self.__struct_fields__ if isinstance(getattr(self, name), str))
         fields.printable(self, *texts)

@@ -144,8 +144,8 @@ class Loop:
         }
 
 
-# Two loops of Kron's differ by so much, by where their tensors lie in memory; and those of heavyball
-# after torch.save and torch.load of their state_dict().
+# Two loops of Kron's differ by so much, by where their tensors lie in memory; so do those of
+# heavyball after torch.save and torch.load of their state_dict().
 LAST_BITS = 1e-6
 MATRICES = {"Muon", "AdaMuon", "NorMuon"}
 STEPS = {"LBFGS": "closure", "SparseAdam": "sparse", "AdaHessian": "graph", "SophiaH": "graph"}

@@ -10,9 +10,15 @@ import itertools
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace as with_fields
 
+from diloco.messages.base import Message
+from diloco.messages.codec import encode
+from diloco.messages.control import Status
+from diloco.swarm.wire import streams
 from tests.harness.fuzz.lives import PeerSpec
 from tests.support.stories import TOKENS_PER_ROUND, Story, story
+from tests.unit.messages.test_codec import extended
 
 seeds = pytest.mark.parametrize("seed", range(2))
 
@@ -58,6 +64,28 @@ def test_versions_have_the_same_bits_whatever_arrives_first() -> None:
             assert len(nodes) == 3
             orders.add(tuple(line.split()[1] for line in swarm.story))
     assert len(digests) == 1 and len(orders) > 1
+
+
+@seeds
+def test_newer_and_older_peers_train_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that `b` says has a field more, and the statuses of `c` lack the newest ones."""
+
+    said = set[str]()
+
+    def encoded(message: Message) -> bytes:
+        me = swarm.loop.owner or ""
+        said.add(me[:1])
+        if me.startswith("c") and isinstance(message, Status):
+            message = with_fields(message, moved=0, arriving={}, planned=(0, 0, 0))
+        frame = encode(message)
+        return extended(frame) if me.startswith("b") else frame
+
+    monkeypatch.setattr(streams, "encode", encoded)
+    with story(seed) as swarm:
+        swarm.starts("abc", min_peers=3)
+        swarm.run_to_the_end()
+        assert contributors(swarm) == {"abc"} and {*"abc"} <= said
+        assert not {"refused", "penalty"} & {line.split()[2] for line in swarm.story}
 
 
 @seeds

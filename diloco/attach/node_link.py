@@ -113,7 +113,9 @@ class NodeHandle:
 def trainers(node: Node) -> list[str]:
     """The peers that train, this one included, in the order of their ids."""
     facts = node.core.facts
-    trains = (one for one in facts.members.all() if one.hello.trains and not one.status.leaves)
+    trains = (
+        member for member in facts.members.all() if member.hello.trains and not member.status.leaves
+    )
     return sorted([facts.me, *(member.peer for member in trains)])
 
 

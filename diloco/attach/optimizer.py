@@ -75,7 +75,9 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 def decay_of(optimizer: Optimizer) -> float:
     """The share of the parameters that a step takes away: rate times weight decay, as of AdamW."""
     groups = optimizer.param_groups
-    return max(float(one.get("lr", 0.0)) * float(one.get("weight_decay", 0.0)) for one in groups)
+    return max(
+        float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0)) for group in groups
+    )
 
 
 def _refuse_two_sequences(optimizer: Any) -> None:
@@ -158,7 +160,7 @@ class ExchangeGuard:
 
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter (fp32, on the CPU)."""
-        local = (local_tensor(one.detach()) for one in self._parameters.values())
+        local = (local_tensor(parameter.detach()) for parameter in self._parameters.values())
         return torch.cat([one.reshape(-1)[:SAMPLED].float().cpu() for one in local])
 
 

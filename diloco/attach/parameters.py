@@ -76,7 +76,7 @@ class TrainedParams(dict[str, Tensor]):
         Raises `ConfigError` if it has parameters of no attached model, and for non-finite values.
         """
         own = set(self._model.parameters())
-        grouped = dict.fromkeys(one for group in groups for one in group["params"])
+        grouped = dict.fromkeys(parameter for group in groups for parameter in group["params"])
         strange = [list(one.shape) for one in grouped if one not in own]
         missing = [key for key, one in self.items() if one not in grouped]
         if self and len(missing) == len(self):
@@ -297,7 +297,9 @@ def class_name(model: nn.Module) -> str:
     while (inside := _inside(model)) is not None:
         model = getattr(model, inside)
     kinds = type(model).__mro__
-    return next(one.__name__ for one in kinds if not one.__module__.startswith("torch.distributed"))
+    return next(
+        kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed")
+    )
 
 
 # -- rows of a sharded parameter -------------------------------------------------------------------

@@ -390,7 +390,9 @@ def _by_name(names: list[_Groups], shapes: list[list[int]]) -> list[dict[frozens
 
 
 def _shapes(optimizer: Optimizer) -> list[list[int]]:
-    return [list(one.shape) for group in optimizer.param_groups for one in group["params"]]
+    return [
+        list(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]
+    ]
 
 
 def _numel(shapes: list[list[int]]) -> int:

@@ -66,7 +66,7 @@ class Schedulers:
     """
 
     def __init__(self, schedulers: Iterable[Any], ranks: int = 1) -> None:
-        self._scheduled = [ScheduledStep.of(one, ranks) for one in schedulers]
+        self._scheduled = [ScheduledStep.of(scheduler, ranks) for scheduler in schedulers]
         self.fresh = [_fresh(one.scheduler) for one in self._scheduled]
         self._too_far = 0
 
@@ -214,8 +214,8 @@ class StepHooks:
         before, self._seen[other] = self._seen.get(other, 0), self._count + is_part
         if is_part or self._count > before:
             return
-        own = {id(one) for part in self._parts for one in _parameters(part)}
-        if any(id(one) in own for one in _parameters(other)):
+        own = {id(parameter) for part in self._parts for parameter in _parameters(part)}
+        if any(id(parameter) in own for parameter in _parameters(other)):
             name = type(other).__name__
             raise ConfigError(
                 f"optimizer={self._name} is attached and takes no steps, while {name} moves its"
@@ -282,7 +282,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
     """The smallest gradient that there is, and how often it was written to."""
-    found = (one.grad for one in _parameters(optimizer) if one.grad is not None)
+    found = (parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None)
     smallest = min(found, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version
 

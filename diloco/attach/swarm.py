@@ -236,7 +236,7 @@ class Swarm:
         if self._fragments_by_size:
             fragments = fragments_of(sum(parameters.numels.values()))
             self.outer = self.outer.model_copy(update={"fragments": fragments})
-        device = next((one.device for one in parameters.values()), torch.device("cpu"))
+        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         ranks = ranks or RankGroup.from_process_group(device)
         followed = Schedulers(schedulers, ranks.size)
         with ExitStack() as stack:

@@ -106,9 +106,9 @@ def _run(config: Config) -> int:
         with LiveView(console, names, config.budget.outer_steps, title) as view:
             culprit = _follow(peers, messages, view, stop)
         # Ctrl+C while a peer still starts has nothing to lose.
-        failed = (one for one in peers if one.has_failed() and (one.ready or not stop))
+        failed = (peer for peer in peers if peer.has_failed() and (peer.ready or not stop))
         culprit = culprit or next(failed, None)
-        summaries = [one.summary for one in peers if one.summary is not None]
+        summaries = [peer.summary for peer in peers if peer.summary is not None]
         if not summaries and culprit is None and not stop:
             again = f"run the same command again to go on from {run_dir}/checkpoints"
             raise SwarmError(f"every peer was killed; {again}")

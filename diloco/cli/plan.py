@@ -147,9 +147,9 @@ def _memory(report: dict[str, Any]) -> list[str]:
     lines = [f"memory of a peer{'':29}bytes per parameter{'':9}GiB"]
     for where, name in (("device", "device"), ("main", "main memory"), ("spare", "if free")):
         rows = [row for row in report["memory"] if row["where"] == where]
-        lines += [line(name, one["what"], one["nbytes"], one["per_parameter"]) for one in rows]
+        lines += [line(name, row["what"], row["nbytes"], row["per_parameter"]) for row in rows]
         if where != "spare":
-            lines.append(line(name, "in all", sum(one["nbytes"] for one in rows)))
+            lines.append(line(name, "in all", sum(row["nbytes"] for row in rows)))
     return [*lines, line("device", "activations of one sequence, about", report["sequence_bytes"])]
 
 

@@ -85,7 +85,7 @@ def _sweep(
         )
     start = replace(options.start, together=command != "train")
     place, members = _members(command, options.overrides, start, jobs, place)
-    ended = [one for one in members if one.has_ended()]
+    ended = [member for member in members if member.has_ended()]
     if dry_run:
         for one in members:
             state = "ended" if one in ended else "to run"
@@ -95,13 +95,13 @@ def _sweep(
     with exclusive(place):
         if ended:
             click.echo(f"{len(ended)} of {len(members)} members have ended before")
-        is_stopped = _run([one for one in members if one not in ended], jobs)
-        if any(one.record() for one in members):
+        is_stopped = _run([member for member in members if member not in ended], jobs)
+        if any(member.record() for member in members):
             _compare([place], None, place, None, False)
     if is_stopped:
         click.echo(f"stopped; the same command runs what is not done in {place}")
         return 0
-    if failed := [one for one in members if one.state().startswith("failed")]:
+    if failed := [member for member in members if member.state().startswith("failed")]:
         log = failed[0].place / "output.log"
         error = DilocoError(f"{len(failed)} of {len(members)} members failed; see {log}")
         error.exit_code = max(1, failed[0].record()["exit"])
@@ -169,8 +169,8 @@ def _members(
     from diloco.config.compose import compose_tree, key_of, quoted
     from diloco.config.files import sweep_params
 
-    expanded = {one: _values(one, start) for one in overrides}
-    fixed = [one for one in overrides if expanded[one] == [one]]
+    expanded = {override: _values(override, start) for override in overrides}
+    fixed = [override for override in overrides if expanded[override] == [override]]
     varying = [values for one, values in expanded.items() if values != [one]]
     composed, typed = compose_tree(fixed, start), set(map(key_of, overrides))
     in_files = sweep_params(composed.request).items()
@@ -321,7 +321,7 @@ def _content(found: RunComparison, loss: float | None, reached: float | None) ->
             "name": arm.name,
             "loss": arm.mean("loss"),
             "spread": arm.spread("loss"),
-            "seeds": [one.seed for one in arm.runs],
+            "seeds": [run.seed for run in arm.runs],
             "runs": [row["name"] for row in rows if row["arm"] == arm.name],
         }
         for arm in found.arms
@@ -378,7 +378,7 @@ def _cells(arm: Arm, reached: float | None) -> dict[str, str]:
 
 def _exits(arm: Arm) -> str:
     """How its runs ended; of several seeds, how many did not end well."""
-    words = [{None: "unfinished", 4: "4 diverged"}.get(one.exit, str(one.exit)) for one in arm.runs]
+    words = [{None: "unfinished", 4: "4 diverged"}.get(run.exit, str(run.exit)) for run in arm.runs]
     ill = Counter(word for word in words if word != "0")
     if not ill or len(words) == 1:
         return words[0]

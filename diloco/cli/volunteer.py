@@ -87,7 +87,7 @@ def volunteer_config(
     for example data.source=text without a data.path here.
     """
     joined = config.adopt(manifest)
-    elsewhere = any(reachability(one) != "loopback" for one in peers)
+    elsewhere = any(reachability(peer) != "loopback" for peer in peers)
     chosen = {
         "run.dir": directory.path / "runs" / manifest.run.id,
         "run.name": directory.name,
@@ -136,4 +136,4 @@ def known_addresses(addresses: Sequence[str], identity: Path) -> list[str]:
     keys = [identity, *(place / "identity.key" for place in sorted(data_home().glob("peer-*")))]
     runs = [others for key in keys if (others := known_by(key)[1])]
     runs = [others for others in runs if not given.isdisjoint(map(peer_id_of, others))]
-    return [one for one in dict.fromkeys(chain(*runs)) if one not in addresses]
+    return [address for address in dict.fromkeys(chain(*runs)) if address not in addresses]

@@ -80,7 +80,7 @@ def search_path(start: ConfigSource) -> tuple[Path, ...]:
     if installed is None:
         raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
     places = [start.folder, installed, Path("configs")]
-    return tuple(dict.fromkeys(one.resolve() for one in places if one and one.is_dir()))
+    return tuple(dict.fromkeys(place.resolve() for place in places if place and place.is_dir()))
 
 
 def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:

@@ -32,7 +32,9 @@ def close(core: Facts, f: FragmentState) -> None:
     here = {peer: item for peer, item in sorted(f.pool.items()) if not f.tip.objection(item.line)}
     chosen = _without_collisions(here, f.tip.head.id)
     since = f.adopted_at.get(f.tip.head.id, now)
-    patience.forgive([one.peer for one in core.members.all() if one.resumed_at > since], now)
+    patience.forgive(
+        [member.peer for member in core.members.all() if member.resumed_at > since], now
+    )
     missing = _missing(core, f, here)
     total = len(chosen) + len(missing)
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
@@ -130,7 +132,7 @@ def _grace_until(core: Facts, quorum_at: float, chosen: Mapping[str, Contributio
     settings = core.settings
     if not settings.grace_slack:
         return quorum_at + settings.grace_s
-    told = {one.peer: one.status.steps_per_s for one in core.members.all()}
+    told = {member.peer: member.status.steps_per_s for member in core.members.all()}
     told[core.me] = core.steps_per_s
     paces = ((item, told.get(peer, 0.0)) for peer, item in chosen.items())
     due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]

@@ -288,7 +288,7 @@ class Facts:
 
     def began(self) -> bool:
         """Whether anybody who is here, and stays, has made an inner step."""
-        stay = (one.status for one in self.members.all() if not one.status.leaves)
+        stay = (member.status for member in self.members.all() if not member.status.leaves)
         return self.steps > 0 or any(status.steps for status in stay)
 
     def lacks_peers(self) -> bool:
@@ -359,14 +359,14 @@ class Facts:
 
     def _trusted(self, peers: Collection[str]) -> Collection[str]:
         shunned = self.shunned
-        return [one for one in peers if shunned.get(one, 0.0) <= self.now] if shunned else peers
+        return [peer for peer in peers if shunned.get(peer, 0.0) <= self.now] if shunned else peers
 
     def heir(self, f: FragmentState) -> str:
         """Whom a head of this peer names: itself, which has the master, unless it has too many."""
         others = self._trusted(self.members.authors())
         if not self.is_author():
             return self._in_turn(f, self._trusted(self.members.able(False)))
-        held = Counter(self.author_of(one) for one in self.fragments)
+        held = Counter(self.author_of(fragment) for fragment in self.fragments)
         share = -(-len(self.fragments) // (len(others) + 1))
         if held[self.me] <= share:
             return self.me

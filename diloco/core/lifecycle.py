@@ -90,9 +90,9 @@ def assemble(core: Facts) -> None:
     if core.assembled or not core.trains_now:
         return
     limits = core.now, core.settings.stall_s, pace.first_step_s(core)
-    others = [one for one in core.members.all() if one.hello.trains]
-    idle = [one for one in others if not (one.status.trains or one.status.leaves)]
-    waits = any(one.status.waits or not one.stalled(*limits) for one in idle)
+    others = [member for member in core.members.all() if member.hello.trains]
+    idle = [member for member in others if not (member.status.trains or member.status.leaves)]
+    waits = any(member.status.waits or not member.stalled(*limits) for member in idle)
     core.assembled = core.began() or not (waits or core.lacks_peers())
 
 
@@ -123,7 +123,7 @@ def leave(core: Facts) -> None:
             limit = latest_exit(core)
         if f.steps_left is not None or f.stale:
             f.forget()  # nothing is loaded any more, so what came after is lost
-        without = [one.tips.get(f.index, (0, "")) < f.tip.key for one in core.members.all()]
+        without = [member.tips.get(f.index, (0, "")) < f.tip.key for member in core.members.all()]
         # when the run is over, all end with its last heads; else one of the others has to have them
         if core.finished:
             lacks = lacks or any(without) or bool(f.greater().keys() - core.shunned.keys())

@@ -179,8 +179,10 @@ class Peer:
 
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains; at most `FASTEST` medians, as it may lie."""
-        trainers = (one.status for one in self.facts.members.all() if one.status.trains)
-        measured = [pace for pace in (mine, *(one.steps_per_s for one in trainers)) if pace > 0]
+        trainers = (member.status for member in self.facts.members.all() if member.status.trains)
+        measured = [
+            pace for pace in (mine, *(member.steps_per_s for member in trainers)) if pace > 0
+        ]
         return min(max(measured), FASTEST * median_low(measured)) if measured else 0.0
 
     def name(self, peer: str) -> str:

@@ -67,7 +67,9 @@ def fetch(core: Facts, f: FragmentState) -> None:
 
 def _ask_parts(core: Facts, f: FragmentState, fetching: Fetch, goal: Goal) -> None:
     """Ask those who have the goal for the parts that are missing."""
-    tell = {one.peer for one in core.members.all() if one.tips.get(f.index) == goal.head.key}
+    tell = {
+        member.peer for member in core.members.all() if member.tips.get(f.index) == goal.head.key
+    }
     donors = sorted(tell | ({fetching.donor} if fetching.donor in core.members else set()))
     donors = [donor for donor in donors if f.retry_at.get(donor, 0.0) <= core.now]
     known = fetching.parts.keys() | fetching.asked.keys()

@@ -164,7 +164,7 @@ def _rates(rows: Sequence[PeerStatus]) -> list[str]:
     """Tokens per second, bytes sent and received of these peers together, where known."""
 
     def total(name: str) -> float | None:
-        known = [value for one in rows if (value := getattr(one, name)) is not None]
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
         return sum(known) if known else None
 
     sent, received = human_bytes(total("bytes_sent")), human_bytes(total("bytes_received"))

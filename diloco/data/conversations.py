@@ -229,7 +229,7 @@ def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
                 f"data.name: {settings.name} is of the format text, and data.format=auto reads rows"
                 " with fields; choose another dataset"
             )
-        return kind, [Path(one) if opened is open else dataset_file(one) for one in names]
+        return kind, [Path(name) if opened is open else dataset_file(name) for name in names]
 
 
 def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:

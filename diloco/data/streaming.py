@@ -187,7 +187,7 @@ class HubStream:
     def restore(self, state: dict[str, Any]) -> None:
         try:
             lengths = {int(file): int(rows) for file, rows in state["lengths"]}
-            units = [range(*map(int, one)) for one in state["units"]]
+            units = [range(*map(int, unit)) for unit in state["units"]]
             newest, row, waiting = int(state["newest"]), int(state["row"]), state["waiting"]
             merged, shard, files = state.get("merged") or [], state["shard"], state["files"]
         except (KeyError, TypeError, ValueError) as error:
@@ -204,7 +204,7 @@ class HubStream:
                 )
             self._leases.skip_to(newest)
         else:  # what is not in the model went back to the swarm, and may be another peer's now
-            held = union((one.start, one.stop) for one in units)
+            held = union((unit.start, unit.stop) for unit in units)
             goes_on = goes_on and bool(held) and not difference(held, union(map(tuple, merged)))
         self._begin(*((units, row, waiting) if goes_on else ([], 0, [])))
 

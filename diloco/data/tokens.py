@@ -83,7 +83,7 @@ def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgres
     if settings.cache is None or total < fewest:
         streams = io.BytesIO(), io.BytesIO()
         index = _write(streams, parts)
-        training, held_out = (np.frombuffer(one.getbuffer(), dtype) for one in streams)
+        training, held_out = (np.frombuffer(stream.getbuffer(), dtype) for stream in streams)
         return TokenList(training, held_out, **index)
 
     def write(streams: Sequence[BinaryIO]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def tokens_of(batch: Any) -> Tensor | int:
         )
     integers = (torch.int32, torch.int64)  # pictures are of smaller ones
     matrices = [one for name, one in found if one.ndim > 1 and "mask" not in name]
-    if matrices := [one for one in matrices if one.dtype in integers]:
-        return torch.stack([(one != IGNORED).sum() for one in matrices]).max()
+    if matrices := [matrix for matrix in matrices if matrix.dtype in integers]:
+        return torch.stack([(matrix != IGNORED).sum() for matrix in matrices]).max()
     samples = next((len(one) for _, one in found if one.ndim), None)
     return samples or (len(batch) if isinstance(batch, Sized) else 1)
 

@@ -47,7 +47,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
         self._fits = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if sum(isinstance(one, DilocoLightningCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        if sum(isinstance(callback, DilocoLightningCallback) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError("callbacks: a DilocoLightningCallback is there twice; name one")
         for one in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(one, BackboneFinetuning | ModelPruning):
@@ -140,9 +140,9 @@ def _scheduled(trainer: Trainer) -> list[ScheduledStep]:
     """The schedules that are the swarm's."""
     batches = trainer.accumulate_grad_batches
     return [
-        ScheduledStep(one.scheduler, every=math.lcm(one.frequency, batches) // batches)
-        for one in trainer.lr_scheduler_configs
-        if one.interval == "step" and not one.reduce_on_plateau
+        ScheduledStep(config.scheduler, every=math.lcm(config.frequency, batches) // batches)
+        for config in trainer.lr_scheduler_configs
+        if config.interval == "step" and not config.reduce_on_plateau
     ]
 
 

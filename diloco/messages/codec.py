@@ -50,7 +50,7 @@ _last: tuple[Message | None, bytes] = (None, b"")
 
 def kinds() -> dict[str, type[Message]]:
     """Every kind of message by its name on the wire, of the modules imported so far."""
-    return {str(one.__struct_config__.tag): one for one in Message.__subclasses__()}
+    return {str(subclass.__struct_config__.tag): subclass for subclass in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

@@ -97,7 +97,7 @@ def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:
     would change those."""
     users = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     for name, layer in _adapter_layers(model):
-        if any(users[id(one)] > 1 for one in layer.get_base_layer().parameters()):
+        if any(users[id(parameter)] > 1 for parameter in layer.get_base_layer().parameters()):
             shared = f"{name} shares its weight with another layer"
             raise ConfigError(
                 f"model.adapter_targets={','.join(targets)}: {shared}, and an adapter of one would"
@@ -117,7 +117,11 @@ def has_adapter(model: nn.Module) -> bool:
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of the model below its adapter, by their names without one."""
-    own = {id(one) for one in model.parameters() if one.requires_grad} if has_adapter(model) else ()
+    own = (
+        {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        if has_adapter(model)
+        else ()
+    )
     return {
         name.replace(MARK, ""): one.detach()
         for name, one in model.named_parameters()

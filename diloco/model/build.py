@@ -144,7 +144,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def num_trained(model: nn.Module) -> int:
     """Trainable parameters: those of the adapter, where there is one."""
-    return sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def directory_of(

@@ -22,10 +22,10 @@ FLASH = {"flash_attention_2": "flash_attn"}  # packages that transformers does n
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of the largest stack; each is compiled, and gathered by FSDP2, as a whole."""
 
-    stacks = [list(one) for one in model.modules() if isinstance(one, nn.ModuleList)]
+    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
 
     def numel(stack: list[nn.Module]) -> int:
-        return sum(one.numel() for layer in stack for one in layer.parameters())
+        return sum(parameter.numel() for layer in stack for parameter in layer.parameters())
 
     return max(stacks, key=numel, default=[])
 

@@ -33,7 +33,7 @@ def allowed_names(kind: Any) -> set[str]:
     """The settings of a class of transformers configs."""
     # Configs are dataclasses in late versions 5 of transformers only.
     is_new = dataclasses.is_dataclass(kind)
-    fields = {one.name for one in dataclasses.fields(kind)} if is_new else set(vars(kind()))
+    fields = {field.name for field in dataclasses.fields(kind)} if is_new else set(vars(kind()))
     allowed = fields | set(kind.attribute_map)
     return allowed | _ROTARY_NAMES if "rope_parameters" in allowed else allowed
 

@@ -101,8 +101,8 @@ class Aggregate:
         `PayloadError` and changes nothing; a master that is not finite raises `DivergedError`.
         """
         contributions = sorted(contributions, key=lambda one: one.peer)
-        peers = [one.peer for one in contributions]
-        payloads = [one.payload for one in contributions]
+        peers = [contribution.peer for contribution in contributions]
+        payloads = [contribution.payload for contribution in contributions]
         found = robust.Comparison(payloads, self.up, self._payloads, self._rng)
         state.join_(step)
         own = peers.index(me) if me in peers else None
@@ -131,7 +131,10 @@ class Aggregate:
     ) -> robust.Judgement:
         """What each contribution counts; remembers the norms of those that count."""
         factor, momentum = self.settings.clip_factor, state.momentum
-        norms, weights = [one.norm for one in contributions], [one.weight for one in contributions]
+        norms, weights = (
+            [contribution.norm for contribution in contributions],
+            [contribution.weight for contribution in contributions],
+        )
         if self.settings.robust == "none":
             return robust.Judgement(tuple(weights), (1.0,) * len(weights))
         if len(weights) >= robust.MIN_JUDGED:

@@ -243,7 +243,7 @@ class Replica:
         """The outer momentum rises over so many rounds."""
         self.settings = self.settings.model_copy(update={"rounds": rounds})
         aggregates = self.aggregates.values()
-        for optimizer in (self.optimizer, *(one.optimizer for one in aggregates)):
+        for optimizer in (self.optimizer, *(aggregate.optimizer for aggregate in aggregates)):
             optimizer.settings = self.settings
 
     def _state(self, fragment: int) -> OuterState:

@@ -90,7 +90,9 @@ def clip_few(
     """
     limit, count = _least_cosine(numel), len(norms)
     opposing = [
-        i for i in range(count) if references and all(float(one[i]) < limit for one in references)
+        i
+        for i in range(count)
+        if references and all(float(reference[i]) < limit for reference in references)
     ]
     minority = own is not None or 2 * len(opposing) < count
     left_out = tuple(i for i in opposing if i != own and minority)

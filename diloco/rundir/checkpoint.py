@@ -277,7 +277,7 @@ class _Groups(UserDict[str, Any]):
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         try:
-            super().__init__({Path(one).stem: safe_open(path / one, "pt") for one in files})
+            super().__init__({Path(file).stem: safe_open(path / file, "pt") for file in files})
         except (OSError, SafetensorError) as error:
             raise _UnusableError(f"its tensors cannot be read: {error}") from error
 

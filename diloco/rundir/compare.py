@@ -321,7 +321,7 @@ def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys in which settings differ; of another model its name only."""
-    known = [one for one in settings if one]
+    known = [setting for setting in settings if setting]
     keys = dict.fromkeys(key for one in known for key in one)
     found = [k for k in keys if any(k not in one or one[k] != known[0].get(k) for one in known)]
     if "model.name" in found:  # it implies the model's settings
@@ -340,7 +340,11 @@ def _gaps(arms: Sequence[Arm]) -> list[Gap]:
     baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
     found = []
     for arm in arms:
-        rivals = [one for one in baselines if arm not in baselines and _is_comparable(arm, one)]
+        rivals = [
+            baseline
+            for baseline in baselines
+            if arm not in baselines and _is_comparable(arm, baseline)
+        ]
         if rivals:
             best = min(rivals, key=lambda one: statistics.mean(one.losses().values()))
             mine, theirs = arm.losses(), best.losses()

@@ -39,7 +39,7 @@ def identity_path(config: Config, name: str) -> Path:
 def write_address(config: Config, address: str) -> None:
     """Write where others find the swarm, unless this peer itself finds it by that file."""
     file = config.run.dir / "address"
-    named = (Path(one[1:]) for one in config.swarm.initial_peers if one.startswith("@"))
+    named = (Path(peer[1:]) for peer in config.swarm.initial_peers if peer.startswith("@"))
     if address and not any(one.absolute() == file.absolute() for one in named):
         write_atomic(file, address + "\n")
 

@@ -211,7 +211,10 @@ class Trainer:
     def _prompts(self) -> list[str]:
         """`eval.prompts`, as questions of a user where conversations are learned."""
         asks = self.config.data.has_conversations
-        return [self.tokenizer.question(one) if asks else one for one in self.config.eval.prompts]
+        return [
+            self.tokenizer.question(prompt) if asks else prompt
+            for prompt in self.config.eval.prompts
+        ]
 
     def _show(self, written: list[tuple[str, str]]) -> None:
         version, view = self.sync.version, self.sync.view

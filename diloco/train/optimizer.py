@@ -89,7 +89,9 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        shapes = [tuple(one.shape) for group in self.param_groups for one in group["params"]]
+        shapes = [
+            tuple(parameter.shape) for group in self.param_groups for parameter in group["params"]
+        ]
         if others := [shape for shape in shapes if len(shape) != 2]:
             raise ValueError(f"Muon takes matrices, and not a parameter of shape {others[0]}")
 

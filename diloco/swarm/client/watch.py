@@ -121,6 +121,6 @@ def _places(snapshot: Snapshot) -> dict[str, list[str]]:
     """Where peers are, that which answered first; each may name anything as an address."""
     rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)
     return {
-        row.peer_id: [one for one in row.addresses if address_error(one) is None]
+        row.peer_id: [address for address in row.addresses if address_error(address) is None]
         for row in rows[:MAX_KNOWN]
     }

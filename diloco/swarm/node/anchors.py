@@ -94,9 +94,9 @@ class Anchors:
             step = OuterStep(action.number - 1, len(action.shares), action.pushes, action.delay)
             weighted = [
                 merging.Weighted(
-                    one.line.peer, one.payload, one.line.norm, one.weight, one.discount
+                    share.line.peer, share.payload, share.line.norm, share.weight, share.discount
                 )
-                for one in action.shares
+                for share in action.shares
             ]
             made = await in_thread(aggregate.merge, weighted, step, state, self._core.facts.me)
             update = await in_thread(Update.of, made.update)

@@ -120,7 +120,9 @@ class Recorder:
         facts, head, lines = self._core.facts, tip.head, tip.head.counted
         bases = {line.base for line in lines}
         behind = [at for at, base in enumerate(reversed(tip.book.recent)) if base in bases]
-        told = [seconds for one in self._everybody(now) if (seconds := phase_seconds(one.figures))]
+        told = [
+            seconds for member in self._everybody(now) if (seconds := phase_seconds(member.figures))
+        ]
         mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
         return schema.Round(
             *(head.fragment, head.number, len(facts.members) + 1, facts.num_trainers(), len(lines)),

@@ -177,13 +177,18 @@ async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: 
             while isinstance(answer := await stream.receive(), Waiting):
                 pass
             expect(answer, Values)
-            part = arrival.update.part(arrival.parts)
+            number = arrival.parts
+            part = arrival.update.part(number)
             await stream.receive_payload(part)
-            if await in_thread(payload_digest, part) != digests[arrival.parts]:
+            is_right = await in_thread(payload_digest, part) == digests[number]
+            # Another donor may have been asked meanwhile: from then on its stream fills the update.
+            if context.fetching.get(get.fragment) is not stream:
+                raise ConnectionError("what is arriving comes on another stream")
+            if not is_right:
                 if context.arrivals.get(get.fragment) is arrival:
                     del context.arrivals[get.fragment]
                 raise PayloadError(
-                    f"part {arrival.parts} of an update of fragment {get.fragment}"
+                    f"part {number} of an update of fragment {get.fragment}"
                     " is not what its digest says"
                 )
             arrival.parts += 1

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import nan
 from typing import Any
 
@@ -16,7 +17,7 @@ from msgspec.structs import replace as with_fields
 
 from diloco.core.events import AnchorPart
 from diloco.messages.base import Message, Place
-from diloco.messages.bulk import Get, PartHeader
+from diloco.messages.bulk import Get, PartHeader, Values
 from diloco.messages.codec import Refusal, kinds
 from diloco.messages.heads import Line
 from diloco.outer.digest import part_digest
@@ -25,7 +26,7 @@ from diloco.swarm.limits import FIRST_S
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.swarm.rpc.registry import ANSWERS, load_questions
-from diloco.swarm.rpc.state import StateServer, ask
+from diloco.swarm.rpc.state import StateServer, _fill_update, ask
 from diloco.swarm.rpc.updates import Arrival, Update, payload_digest
 from diloco.swarm.wire.streams import PeerStream, Traffic
 from tests.support.alone import Alone, alone
@@ -195,5 +196,25 @@ def test_who_waits_for_a_part_that_nobody_has_waits_no_longer() -> None:
         with pytest.raises(ConnectionError, match="nobody has the rest"):
             await waits
         assert node.context.now() - began_at < 1.0
+
+    alone(scene)
+
+
+def test_a_stream_that_another_one_has_replaced_fills_no_update() -> None:
+    """1. A part has come, and is being hashed. 2. Another donor is asked for what is missing, from
+    that part on. 3. The first stream counts its part no more, or one would be left out."""
+
+    async def scene(node: Alone) -> None:
+        part, head = torch.ones(8, dtype=torch.uint8), node.core.facts.control.tip.head
+        update = Update(torch.zeros(8, dtype=torch.uint8), (payload_digest(part),))
+        for is_replaced in (True, False):
+            pipe, arrival = Pipe(Values(), part.numpy().tobytes()), Arrival(head, update)
+            stream = PeerStream(OTHER, pipe.reader, pipe, Traffic())
+            node.context.fetching[0] = PeerStream(OTHER, pipe.reader, pipe, Traffic())
+            if not is_replaced:
+                node.context.fetching[0] = stream
+            with pytest.raises(ConnectionError) if is_replaced else nullcontext():
+                await _fill_update(node.context, stream, Get(0, head.key), arrival)
+            assert arrival.parts == int(not is_replaced)
 
     alone(scene)

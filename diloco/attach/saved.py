@@ -117,8 +117,9 @@ class LoopCheckpoints:
                 )
         self._extra({})
         self._lock = ExitStack()
+        check = torch.compiler.disable(self._check_optimizer)  # type: ignore[no-untyped-call]
         for part in parts_of(optimizer):
-            hook = part.register_step_post_hook(self._check_optimizer)
+            hook = part.register_step_post_hook(check)
             self._lock.callback(hook.remove)
         if ranks.is_rank0:
             self._lock.enter_context(exclusive(directory, KEY))

@@ -1,5 +1,5 @@
-"""Who is connected to this peer, what they say, where they can be called, and how long a version
-waits for them. Sans-IO; seconds of a monotonic clock."""
+"""Members: the peers that are connected to this one, what they say, where they can be called, and
+how long a version waits for them. Sans-IO; seconds of a monotonic clock."""
 
 from __future__ import annotations
 
@@ -71,9 +71,18 @@ class Member:
     @classmethod
     def of(cls, peer: str, hello: Hello, now: float) -> Member:
         """A member that has said hello."""
-        said = hello.status
-        has = dict(said.tips), set(said.hears), said.units or NONE
-        return cls(peer, hello, said, now, now, *has, began_at=now)
+        status = hello.status
+        return cls(
+            peer=peer,
+            hello=hello,
+            status=status,
+            heard_at=now,
+            progress_at=now,
+            tips=dict(status.tips),
+            hears=set(status.hears),
+            units=status.units or NONE,
+            began_at=now,
+        )
 
     def hear(self, status: Status, now: float) -> None:
         """Take in a status; what it leaves out is as it was."""
@@ -101,14 +110,14 @@ class Member:
         self.status, self.heard_at = status, now
 
     def pauses(self, now: float, round_s: float = 0.0) -> bool:
-        """Whether it evaluates or saves, and not for too long."""
+        """Return True if it evaluates or saves, and not for too long."""
         return 0 <= now - self.paused_at < max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
 
     def stalled(
         self, now: float, floor_s: float, first_step_s: float, round_s: float = 0.0
     ) -> bool:
-        """Whether it makes no progress, by its own pace. A first step may compile kernels; who
-        waits for others makes none for a round."""
+        """Return True if it makes no progress, by its own pace. A first step may compile kernels; a
+        peer that waits for others makes none for a round."""
         pace, limit_s = self.status.steps_per_s, first_step_s
         if pace > 0:
             limit_s = max(floor_s, STALL_STEPS / pace, STALL_BEATS * self.interval_s)
@@ -147,14 +156,14 @@ class Members:
         return self._order
 
     def join(self, peer: str, hello: Hello, now: float) -> bool:
-        """Take in a hello, perhaps of a new process of a member; whether the peer was none yet."""
+        """Take in a hello, perhaps of a new process of a member. Return True if it was none yet."""
         new = peer not in self._members
         self._members[peer] = Member.of(peer, hello, now)
         self._order = self._able = self._authors = None
         return new
 
     def hear(self, peer: str, status: Status, now: float) -> bool:
-        """A member says its status; whether that changes who is there and able."""
+        """Take in a status. Return True if it changes who trains or may be an author."""
         member = self._members[peer]
         before = member.status
         member.hear(status, now)
@@ -169,21 +178,28 @@ class Members:
 
     def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
         """Members that have said nothing for longer than their own heartbeat allows."""
-        limits = ((one, max(floor_s, beats * one.interval_s)) for one in self.all())
-        return [one.peer for one, limit_s in limits if now - one.heard_at > limit_s]
+        limits = ((member, max(floor_s, beats * member.interval_s)) for member in self.all())
+        return [member.peer for member, limit_s in limits if now - member.heard_at > limit_s]
+
+    def listen(self, now: float) -> None:
+        """Give members time to say something again, after this peer slept."""
+        for member in self.all():
+            member.heard_at = now
 
     def any_pauses(self, now: float, round_s: float) -> bool:
-        """Whether a member evaluates or saves, and not for too long."""
+        """Return True if a member evaluates or saves, and not for too long."""
         return any(member.pauses(now, round_s) for member in self.all())
 
     def any_moves(self, since: float) -> bool:
-        """Whether a member that trains has made a step, or moved bytes, since then."""
+        """Return True if a member that trains has made a step, or moved bytes, since then."""
         return any(one.status.trains and one.progress_at >= since for one in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
-        """Who may be an author: members, whom a member hears, and this peer if it says so."""
+        """Peers that may be an author: members, those that a member hears, and perhaps `me`."""
         if self._able is None or self._able[0] != myself:
-            heard = set().union(*(one.hears for one in self.all() if self._is_author(one.peer)))
+            heard = set().union(
+                *(member.hears for member in self.all() if self._is_author(member.peer))
+            )
             able = self.authors() | (heard - self._members.keys() - {self._me})
             self._able = (myself, able | {self._me} if myself else able)
         return self._able[1]
@@ -244,7 +260,7 @@ class Buckets(Generic[T]):
         self._filled: dict[T, tuple[float, float]] = {}  # how much is in it, and when that was
 
     def left(self, key: T, now: float) -> float:
-        """What is in it now; below 0 after `delay_s` has lent some."""
+        """Its level now; below 0 after `delay_s` has lent some."""
         left, at = self._filled.get(key, (self.burst, now))
         return min(self.burst, left + max(0.0, now - at) * self.per_s)
 
@@ -289,7 +305,8 @@ class Patience:
         now: float,
         round_s: float = 0.0,
     ) -> bool:
-        """Whether any pauses, and may: the seconds since the last call come out of its bucket."""
+        """Return True if one of them pauses, and may: the time since the last call comes out of its
+        bucket."""
         self._pauses.burst = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
         pausing = [one.peer for one in missing.values() if one is not None and now >= one.paused_at]
         self._paused.update(pausing)

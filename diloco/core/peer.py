@@ -9,24 +9,23 @@ clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from statistics import median_low
 from typing import Any
 
-from diloco.core import author, contributions, data, events, lifecycle, tips
-from diloco.core.facts import Facts, FragmentState
+from diloco.core import events
+from diloco.core.facts import Facts
+from diloco.core.fragment import FragmentState
 from diloco.core.history import Arithmetic, Tip
-from diloco.core.members import AddressBook, Members, Patience, score
+from diloco.core.members import AddressBook
+from diloco.core.rules import author, contributions, data, giving, learning, lifecycle, tips
 from diloco.core.settings import Identity, ProtocolSettings, Sizes
+from diloco.core.telling import Telling
 from diloco.messages import fields
 from diloco.messages.bulk import Get
 from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
 from diloco.messages.heads import Line
-from diloco.protocol import WIRE_VERSION
-from diloco.ranges import NONE
 
-HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
@@ -38,13 +37,15 @@ HANDLERS: dict[type[events.Event], Callable[[Facts, Any], None]] = {
     events.Lost: lifecycle.lost,
     events.Gave: tips.gave,
     events.Arriving: tips.arriving,
-    events.Served: tips.served,
+    events.Served: giving.served,
     events.Applied: tips.applied,
-    events.Asked: tips.answer,
+    events.Asked: giving.answer,
     events.Merged: author.merged,
-    events.Stepped: contributions.stepped,
+    events.Wanted: learning.wanted,
+    events.Stepped: learning.stepped,
+    events.Paused: learning.paused,
+    events.Loaded: learning.loaded,
     events.Captured: contributions.captured,
-    events.Loaded: contributions.loaded,
 }
 
 
@@ -72,40 +73,46 @@ class Peer:
         planned: Planned = (0, 0, 0),
     ) -> None:
         fragments = [
-            FragmentState(i, tip, size, {tip.head.id: now}, Patience(settings.floor_s), tip.head.id)
+            FragmentState.of(i, tip, size, settings.floor_s, now)
             for i, (tip, size) in enumerate(zip(tips, sizes, strict=True))
         ]
-        members, wall_ms = Members(identity.me, identity.is_author), wall_ms - int(now * 1000)
-        state = members, fragments, processed, stamp, planned
-        self.facts = Facts(identity, settings, arithmetic, now, wall_ms, *state)
-        self.addresses, self.figures = AddressBook(), Figures()
+        self.facts = Facts.of(
+            identity=identity,
+            settings=settings,
+            arithmetic=arithmetic,
+            fragments=fragments,
+            now=now,
+            wall_ms=wall_ms,
+            processed=processed,
+            stamp=stamp,
+            planned=planned,
+        )
+        self.addresses = AddressBook()
         self._typed = planned
-        self._looked_at = self._told_at = now
+        self._looked_at = now
         self._decided_at = -settings.tick_s
         self._event: events.Event = events.Tick()
         self._other_data: dict[str, None] = {}
-        self._said_authors: frozenset[str] = frozenset()
-        self._said_units = NONE
-        self._said_flags: tuple[object, ...] = ()
-        self._said_waits, self._waits_since = False, inf
+        self._telling = Telling(self.facts, self.addresses)
 
     def receive(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what happened, and say what to do about it."""
         core, settings = self.facts, self.facts.settings
-        core.out, core.now, self._event = [], now, event
+        core.begin(now)
+        self._event = event
         if now - self._looked_at > settings.silence_s:
             lifecycle.wake_up(core, now - self._looked_at)
         self._looked_at = now
         if self._take_in(event) or now >= self._decided_at + settings.tick_s:
             self._decided_at = now
-            if not core.exited:
+            if not core.life.exited:
                 self._decide()
         else:
             core.wake(self._decided_at + settings.tick_s)
         return core.out
 
     def _take_in(self, event: events.Event) -> bool:
-        """Change facts; whether to decide at once, and not together with what comes next."""
+        """Change facts. Return True if to decide at once, and not together with what comes next."""
         core = self.facts
         match event:
             case events.Heard(peer, message):
@@ -132,50 +139,63 @@ class Peer:
         core = self.facts
         lifecycle.drop_the_silent(core)
         for f in core.fragments:
-            if f.ahead or f.coming or f.fetch:
+            if f.inbox.ahead or f.inbox.coming or f.inbox.fetch:
                 tips.fetch(core, f)
         lifecycle.get_ready(core)
         lifecycle.assemble(core)
-        contributions.take_turn(core)
+        learning.take_turn(core)
         for f in core.fragments:
-            if core.due:
-                contributions.contribute(core, f)
+            if core.loop.due:
+                learning.contribute(core, f)
             name = core.author_of(f) if f.pool else ""
             if name == core.me:
                 author.close(core, f)
             elif name:
                 contributions.pass_on(core, f, name)
-            tips.load(core, f)
-            if core.changed_data or not isinstance(self._event, events.Heard):
-                contributions.account(core, f)
+            learning.load(core, f)
+            if core.data.changed or not isinstance(self._event, events.Heard):
+                learning.account(core, f)
         data.lease(core)
-        self._tell()
+        self._telling.tell()
         lifecycle.leave(core)
 
     # -- for everybody else ------------------------------------------------------------------------
 
     @property
+    def figures(self) -> Figures:
+        """Figures for watchers, as measured last."""
+        return self._telling.figures
+
+    @property
     def runs(self) -> bool:
-        """Whether the training loop may make an inner step."""
+        """True if the training loop may make an inner step."""
         core = self.facts
-        has_data = bool(core.queue) or not core.wanted or not core.settings.leased
-        return core.trains_now and not core.waits and has_data and core.assembled
+        has_data = bool(core.data.queue) or not core.data.wanted or not core.settings.leased
+        return core.trains_now and not core.waits and has_data and core.life.assembled
 
     def wants(self, line: Line) -> bool:
-        """Whether the payload of a contribution is wanted here."""
+        """Return True if the payload of a contribution is wanted here."""
         return contributions.judged(self.facts, line) == "want"
 
     def is_open(self, f: FragmentState) -> bool:
-        """Whether the fate of this peer's newest contribution is open."""
-        return contributions.own(self.facts, f) is not None and not self.facts.over(f.tip)
+        """Return True if the fate of this peer's newest contribution is open."""
+        return learning.own(self.facts, f) is not None and not self.facts.over(f.tip)
 
     def discarded(self) -> int:
         """Tokens of this peer that are not in the model here, nor on their way there."""
-        return contributions.discarded(self.facts, self.facts.control)
+        return learning.discarded(self.facts, self.facts.control)
 
     def measure(self, figures: Figures) -> None:
         """Figures for watchers, with the next heartbeat."""
-        self.figures = figures
+        self._telling.figures = figures
+
+    def status(self, whole: bool = True) -> Status:
+        """The status of this peer: all of it, or what changed since the last one to all."""
+        return self._telling.status(whole)
+
+    def hello(self) -> Hello:
+        """First message to a peer that is called; the owner adds `seal` and `instance`."""
+        return self._telling.hello()
 
     def fastest_steps_per_s(self, mine: float) -> float:
         """The pace of the fastest peer that trains; at most `FASTEST` medians, as it may lie."""
@@ -215,18 +235,18 @@ class Peer:
         fragments = len(self.facts.fragments)
         match message:
             case Hello(status=Status() as status) | (Status() as status):
-                said = max([*status.tips, *status.arriving], default=0)
-            case Offer(line=Line(fragment=said) as line):
-                if said < fragments and contributions.impossible(self.facts, line):
+                index = max([*status.tips, *status.arriving], default=0)
+            case Offer(line=Line(fragment=index) as line):
+                if index < fragments and contributions.impossible(self.facts, line):
                     claims = f"{line.tokens} tokens, {len(line.units)} ranges of data"
                     return f"{claims} in {line.steps} steps are claimed"
-            case Answer(fragment=said):
+            case Answer(fragment=index):
                 pass
             case _:
                 return None
-        if said < fragments:
+        if index < fragments:
             return None
-        return f"a message about fragment {said}, and the run has {fragments}"
+        return f"a message about fragment {index}, and the run has {fragments}"
 
     # -- hearing -----------------------------------------------------------------------------------
 
@@ -255,7 +275,7 @@ class Peer:
     def _heard(self, peer: str, message: object) -> bool:
         core, fragments = self.facts, len(self.facts.fragments)
         if peer not in core.members:
-            core.out.append(events.Disconnect(peer))  # this peer gave it up, and it does not know
+            core.act(events.Disconnect(peer))  # this peer gave it up, and it does not know
             return False
         match message:
             case Status() if max([*message.tips, *message.arriving], default=0) < fragments:
@@ -275,21 +295,15 @@ class Peer:
 
     def _hear_tips(self, peer: str, status: Status, before: Iterable[int]) -> bool:
         """Take in which versions a peer has, and which are arriving there, where `before` are the
-        fragments of which one was; whether a greater one can be asked for at once."""
-        core, news = self.facts, False
-        for index in range(len(core.fragments)) if status.whole else status.tips:
-            f, key = core.fragments[index], status.tips.get(index, (0, ""))
-            f.ahead.pop(peer, None)
-            if key > f.tip.key:
-                f.ahead[peer] = key
-                news = news or f.moving is None
-        for index in before:
-            core.fragments[index].coming.pop(peer, None)
-        for index, key in status.arriving.items():
-            f = core.fragments[index]
-            f.coming[peer] = key
-            news = news or f.moving is None
-        return news
+        fragments of which one was. Return True if a greater one can be asked for at once."""
+        fragments = self.facts.fragments
+        told = range(len(fragments)) if status.whole else status.tips
+        news = [tips.told(fragments[i], peer, status.tips.get(i, (0, ""))) for i in told]
+        news += [
+            tips.told_arriving(fragments[i], peer, status.arriving.get(i))
+            for i in {*before, *status.arriving}
+        ]
+        return any(news)
 
     def _hear_plan(self, peer: str, status: Status) -> None:
         """The run is as long as who may make versions says, if nobody makes it endless for all."""
@@ -305,93 +319,6 @@ class Peer:
             return
         core.planned = higher
         core.note("planned", peer=peer, planned=list(higher), typed=list(self._typed))
-
-    # -- telling -----------------------------------------------------------------------------------
-
-    def status(self, whole: bool = True, figures: Figures | None = None) -> Status:
-        """What this peer has and does: all of it, or what changed since the last status to all."""
-        core = self.facts
-        told = range(len(core.fragments)) if whole else sorted(core.changed_tips)
-        hears, said = core.members.authors(), self._said_authors
-        return Status(
-            whole=whole,
-            tips={i: core.fragments[i].tip.key for i in told},
-            steps=fields.at_most(core.steps),
-            position=core.position,
-            cycle=core.cycle,
-            steps_per_s=fields.within_bounds(core.steps_per_s, fields.MAX_RATE),
-            trains=core.trains_now,
-            waits=core.says_waits,
-            pauses=core.pauses,
-            leaves=core.leaving,
-            authors=core.is_author(),
-            hears=sorted(hears if whole else hears - said),
-            deaf=[] if whole else sorted(said - hears),
-            units=self._said_units if whole or core.changed_data else None,
-            planned=core.planned,
-            moved=core.moved,
-            arriving=core.arriving(),
-            figures=figures,
-        )
-
-    def _tell(self) -> None:
-        """Tell everybody what changed, and that this peer lives."""
-        core, hears = self.facts, self.facts.members.authors()
-        if core.changed_data:
-            has = data.has(core)[: fields.MAX_RANGES]
-            core.changed_data, self._said_units = has != self._said_units, has
-        is_author, arriving = core.is_author(), core.arriving()
-        flags = core.trains_now, core.pauses, core.leaving, is_author, core.planned, arriving
-        news = flags != self._said_flags or core.changed_tips or core.changed_data
-        waits = core.says_waits
-        news = self._waits_news(waits) or news
-        beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
-        # few need it, and rarely
-        hears_other = hears != self._said_authors
-        if news or beats or (hears_other and core.now >= self._told_at + HEARS_S):
-            said = self.status(whole=False, figures=self.figures if beats else None)
-            core.out += [events.Broadcast(said)] if len(core.members) else []
-            if core.changed_tips and core.made_step:  # the first head after a step
-                core.progress_at, core.made_step = core.now, False
-            self._told_at, self._said_flags, self._said_authors = core.now, flags, hears
-            self._said_waits = waits
-            core.changed_tips.clear()
-            core.changed_data = False
-        elif hears_other:
-            core.wake(self._told_at + HEARS_S)
-
-    def _waits_news(self, waits: bool) -> bool:
-        """Whether it is news that this peer waits, or no more: for so long that it matters."""
-        core, settings = self.facts, self.facts.settings
-        if waits == self._said_waits:
-            self._waits_since = inf
-            return False
-        self._waits_since = min(self._waits_since, core.now)
-        lasts = core.now >= self._waits_since + settings.tick_s
-        if not lasts:
-            core.wake(self._waits_since + settings.tick_s)
-        return lasts
-
-    def hello(self) -> Hello:
-        """First message to a peer that is called; the owner adds `seal` and `instance`."""
-        core, me = self.facts, self.facts.identity
-        peers = [member.peer for member in core.members.all()]
-        if len(peers) > fields.MAX_NAMED:  # each names other ones: a newcomer hears of nearly all
-            peers.sort(key=lambda peer: score(0, f"{me.me} {peer}"))
-            del peers[fields.MAX_NAMED :]
-        return Hello(
-            wire_version=WIRE_VERSION,
-            run_id=me.run_id,
-            manifest_hash=me.manifest_hash,
-            name=me.name,
-            trains=me.trains,
-            authors=me.may_author,
-            device=me.device,
-            peers=peers,
-            addresses=self.addresses.all([me.me, *peers]),
-            status=self.status(),
-            sequences=me.data,
-        )
 
 
 def _short(data: str) -> str:

@@ -105,7 +105,7 @@ class Host:
         return PeerStatus(
             self._name,
             time.time(),
-            state="training" if core.ready else "waiting",
+            state="training" if core.life.ready else "waiting",
             version=head.number,
             outer_steps=self.manifest.budget.outer_steps,
             tokens=head.work,

@@ -141,7 +141,7 @@ def test_a_leaver_loses_nothing_and_its_heirs_have_its_momentum(seed: int) -> No
         given = swarm.authors(leaver).count(leaver)
         swarm.leave(leaver)
         swarm.run_until(lambda: swarm.lives[leaver].ended == "left", "it has left")
-        learned = swarm.node(leaver).core.facts.processed
+        learned = swarm.node(leaver).core.facts.loop.processed
         assert given and len(swarm.run_to_the_end()) == 3
         assert swarm.merged("abcd"[seed - 1], leaver)[1] == learned
         assert all(swarm.kinds(name)["leave"] == 1 for name in swarm.nodes())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as altered
 
-from diloco.core import contributions
 from diloco.core.events import Captured, Exit, Leave, Merge, Stepped, Tick
 from diloco.core.peer import Peer
+from diloco.core.rules import contributions
 from diloco.messages.codec import decode, encode
 from diloco.messages.control import Hello, Status
 from diloco.messages.fields import MAX_TOKENS
@@ -109,16 +109,16 @@ def core(*others: str, fragments: int = 1, **settings: Any) -> Peer:
 def captures(peer: Peer, now: float) -> None:
     """The payloads that the core asked for are made."""
     for f in peer.facts.fragments:
-        if f.draft is not None:
-            peer.receive(Captured(f.draft, b"", 1.0, support.D), now)
+        if f.learned.draft is not None:
+            peer.receive(Captured(f.learned.draft, b"", 1.0, support.D), now)
 
 
 def test_a_turn_is_over_when_another_history_took_what_was_learned() -> None:
     """Else it waits for inner steps, and the inner steps for it."""
     peer = core(fragments=2, staggered=True, sync_every=4)
-    peer.facts.turn_due = True
+    peer.facts.loop.turn_due = True
     peer.receive(Tick(), 2.0)
-    assert not peer.facts.turn_due and peer.runs
+    assert not peer.facts.loop.turn_due and peer.runs
 
 
 def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
@@ -129,20 +129,20 @@ def test_who_leaves_in_the_middle_of_an_overlap_goes_at_once() -> None:
         peer.receive(Stepped(8), now)
     captures(peer, 2.3)
     peer.receive(Stepped(8), 3.0)
-    assert f.unsent == 8 and f.steps_left == 0
+    assert f.learned.tokens == 8 and f.learned.steps_left == 0
     f.pool.clear()  # it is in a version
     actions = [*peer.receive(Leave(), 3.5), *peer.receive(Tick(), 4.0)]
-    assert any(isinstance(action, Exit) for action in actions) and f.unsent == 0
+    assert any(isinstance(action, Exit) for action in actions) and f.learned.tokens == 0
 
 
 def test_who_leaves_is_author_until_the_version_that_it_makes_is_made() -> None:
     """Else two make one, and what is in that which loses is lost."""
     peer = core("b", sync_every=1)
     f = peer.facts.fragments[0]
-    f.merge = Merge(0, f.tip.head.id, 1, (), 0, 1)
+    f.round.merge = Merge(0, f.tip.head.id, 1, (), 0, 1)
     peer.receive(Leave(), 2.0)
     assert peer.facts.is_author()
-    f.merge = None
+    f.round.merge = None
     assert not peer.facts.is_author()
 
 
@@ -162,7 +162,7 @@ def test_a_stamp_fits_its_bounds_whatever_a_book_says() -> None:
     f = peer.facts.fragments[0]
     f.tip = replace(f.tip, book=Book({**f.tip.book.ledger, support.ME: Entry(MAX_TOKENS, 0)}))
     peer.receive(Stepped(8), 2.0)
-    assert peer.facts.stamp == MAX_TOKENS
+    assert peer.facts.loop.stamp == MAX_TOKENS
 
 
 def test_a_load_that_is_asked_for_while_a_newcomer_begins_is_not_forgotten() -> None:

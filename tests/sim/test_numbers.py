@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.events import Broadcast, Stepped, Tick
-from diloco.core.lifecycle import first_position
 from diloco.core.peer import FASTEST
+from diloco.core.rules.learning import first_position
 from diloco.messages.codec import decode, encode
 from diloco.messages.control import Figures, Status
 from diloco.messages.fields import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS
@@ -59,14 +59,15 @@ def test_no_pace_that_a_peer_claims_costs_the_others_their_steps() -> None:
     join(two, "liar", **EXTREME)
     assert two.fastest_steps_per_s(1.5) == FASTEST * 1.5
     two.facts.now = 1e9
-    assert first_position(two.facts) == two.facts.cycle - 1, "a newcomer begins within the cycle"
+    last = two.facts.loop.cycle - 1
+    assert first_position(two.facts) == last, "a newcomer begins within the cycle"
 
 
 @given(pace=st.floats() | st.sampled_from([MAX_RATE, 5e-324, 1e308]), tokens=st.integers(0, 2**70))
 def test_a_status_fits_its_schema_whatever_was_measured(pace: float, tokens: int) -> None:
     peer = core()
     join(peer)
-    peer.facts.ready = peer.facts.assembled = True
+    peer.facts.life.ready = peer.facts.life.assembled = True
     for _ in range(3):
         peer.receive(Stepped(tokens, (), pace), 1.0)
     actions = peer.receive(Tick(), peer.facts.now + 2.0)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from diloco.config import BudgetConfig, Config, InnerConfig, compose
-from diloco.core import lifecycle
 from diloco.core.facts import Facts
+from diloco.core.rules import learning
 from diloco.errors import ConfigError, SwarmError
 from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.sim import run
@@ -187,7 +187,7 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
 ) -> None:
     """It follows the versions that the others make without it, and all that it learns from then on
     is merged."""
-    position = lifecycle.first_position
+    position = learning.first_position
     asked = 0
 
     def behind(core: Facts) -> int:
@@ -195,7 +195,7 @@ def test_a_joiner_that_begins_behind_the_others_gets_in_step(
         asked += core.me == "p4"
         return 0 if core.me == "p4" and asked == 1 else position(core)
 
-    monkeypatch.setattr(lifecycle, "first_position", behind)
+    monkeypatch.setattr(learning, "first_position", behind)
     cycle = (f"fragments={fragments}", f"sync_every={sync_every}", "staggered=true", "overlap=2")
     joins = (f"sim.events=[join:4@{joins_at}]", "sim.latency_s=0.01")
     outer = (f"outer.{one}" for one in cycle)

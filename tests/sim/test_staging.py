@@ -22,7 +22,7 @@ from diloco.attach.node_link import NodeLink
 from diloco.attach.ranks import RankGroup
 from diloco.config import OuterConfig
 from diloco.core.events import Apply
-from diloco.core.facts import Moving
+from diloco.core.fragment import Moving
 from diloco.core.history import state_of
 from diloco.messages.heads import Head
 from diloco.outer.codecs import CODECS
@@ -357,7 +357,7 @@ class Sending:
         book = replace(tip.book, recent=(tip.head.id,))
         made = state_of(book, part_digests(target))
         head = Head(0, 1, tip.head.id, OTHER, OTHER, (), 1, 10, D, made)
-        self.control.moving = Moving(head, book, update, OTHER)
+        self.control.inbox.moving = Moving(head, book, update, OTHER)
         return Apply(0, head, book, Update.of(update), 1e9, 0)
 
 

@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from diloco.core import events
 from diloco.core.events import Connected
-from diloco.core.facts import Facts, FragmentState
+from diloco.core.facts import Facts
+from diloco.core.fragment import FragmentState
 from diloco.core.history import Tip, genesis, sign
 from diloco.core.peer import Peer
 from diloco.core.settings import Identity, ProtocolSettings, Sizes

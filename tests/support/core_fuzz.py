@@ -9,8 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace as altered
 
-from diloco.core import contributions, data, events
-from diloco.core.facts import FragmentState
+from diloco.core import events
+from diloco.core.fragment import FragmentState
+from diloco.core.rules import data, learning
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head, Line
@@ -65,8 +66,8 @@ class Promises(Swarm):
             made = Made(f.tip.head, f.tip.parts, f.tip.book.digest)
             self.versions.made.setdefault(f.tip.head.id, made)
             self.seen[peer.name, f.index] = f.tip.head
-            self.since[peer.name, f.index] = peer.facts.processed
-            self.bases[peer.name, f.index] = f.base
+            self.since[peer.name, f.index] = peer.facts.loop.processed
+            self.bases[peer.name, f.index] = f.learned.base
 
     def check(self, peer: Peer) -> None:
         name, stamps = peer.name, self.learned[peer.name]
@@ -78,16 +79,16 @@ class Promises(Swarm):
                 if head.id not in self.versions.made:
                     self.check_version(peer, f)
                 if self.bases[name, f.index] not in [one.id for one in self.versions.chain(head)]:
-                    self.since[name, f.index] = peer.facts.processed
+                    self.since[name, f.index] = peer.facts.loop.processed
                 what = peer.anchors.now[f.index], f.tip.book.digest
                 holds(self.anchors.setdefault(head.id, what) == what, "two anchors of", head.id)
                 lied = head.update in self.lies and any(peer.anchors.momenta[f.index])
                 holds(not lied or name == self.liar, name, "adopts what moves too far")
-            self.bases[name, f.index] = f.base
+            self.bases[name, f.index] = f.learned.base
             item = f.pool.get(name)
             if item and item.line.stamp in stamps and not f.tip.objection(item.line):
                 stamps.discard(item.line.stamp)
-                learned = peer.facts.processed - self.since[name, f.index]
+                learned = peer.facts.loop.processed - self.since[name, f.index]
                 holds(item.line.tokens <= learned, name, "sends what another history taught")
 
     def check_version(self, peer: Peer, f: FragmentState) -> None:
@@ -113,16 +114,16 @@ class Promises(Swarm):
             holds(len(set(tips.values())) == 1, "different tips of", i, tips)
         for peer in side:
             for f in peer.facts.fragments:
-                core, name, own = peer.facts, peer.name, contributions.own(peer.facts, f)
+                core, name, own = peer.facts, peer.name, learning.own(peer.facts, f)
                 applied = self.versions.tokens(f.tip.head, name)
-                lost = contributions.discarded(core, f)
+                lost = learning.discarded(core, f)
                 holds(own is None or not core.author_of(f), "a line of", name, "stays in flight")
                 holds(applied == f.tip.book.of(name)[1], "the book says other tokens than heads")
                 notes = [said for _, kind, said in peer.notes if kind == "discarded"]
                 told = [said["tokens"] for said in notes if said["fragment"] == f.index]
                 holds(0 <= lost == sum(told), lost, "tokens are discarded, and told are", told)
-                total = applied + lost + f.unsent + (own.tokens if own else 0)
-                fits = name in self.again or core.steps * peer.batch == total
+                total = applied + lost + f.learned.tokens + (own.tokens if own else 0)
+                fits = name in self.again or core.loop.steps * peer.batch == total
                 holds(fits, "tokens of", name, "are missing")
         for name, index, stamp, tokens in self.left:
             lacks = tokens - self.versions.tokens(side[0].tip(index).head, name, stamp)
@@ -132,7 +133,7 @@ class Promises(Swarm):
         missing = difference(missing, union(side[0].tip().book.merged, *held))
         for peer in side:
             core, names = peer.facts, {other.name for other in side}
-            given = [units for name, (units, _) in core.dealt.items() if name in names]
+            given = [units for name, (units, _) in core.data.dealt.items() if name in names]
             if missing and core.author_of(core.control) == peer.name:
                 core.now = math.inf
                 given.append(data.deal(core, "", missing[-1][1] + 1, ()))
@@ -241,16 +242,16 @@ class World(Promises):
                 few = self.often(peer, to, 1.0) <= 8 * settings.fragments
                 holds(few, peer.name, "asks", to, "again and again")
             case events.Reply(_, get, events.Records(records)):
-                serving = peer.facts.fragments[get.fragment].serving.items()
+                serving = peer.facts.fragments[get.fragment].outbox.serving.items()
                 records_to = [to for (to, want, _), head in serving if not want]
                 few = len(records_to) <= settings.fanout * len({head for _, head in serving})
                 holds(few and records, peer.name, "serves a record to all")
             case events.Exit():
                 core = peer.facts
                 self.saves[peer.name].append(peer.saved())
-                for f in core.fragments if self.leaving and self.now <= core.leave_by else ():
-                    kept = core.processed - contributions.discarded(core, f)
-                    self.left.append((peer.name, f.index, core.stamp, kept))
+                for f in core.fragments if self.leaving and self.now <= core.life.leave_by else ():
+                    kept = core.loop.processed - learning.discarded(core, f)
+                    self.left.append((peer.name, f.index, core.loop.stamp, kept))
         super().do(peer, action)
 
     # -- faults ------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ class World(Promises):
                 peer.frozen = True
                 self.in_life(peer, self.now + seconds, self.wakes, peer)
             case "leave":
-                lonely = len(alive) < 3 or any(one.facts.leaving for one in alive)
+                lonely = len(alive) < 3 or any(one.facts.life.leaving for one in alive)
                 if not (self.leaving and lonely):  # others have to be there for what it leaves
                     self.tell(peer, events.Leave())
                     for_good = self.lasting or self.leaving
@@ -325,7 +326,7 @@ class World(Promises):
         self.unblock(list(self.blocked))
         for peer in self.peers.values():
             self.wakes(peer)
-            if peer.core and not self.leaving and (peer.stuck or peer.facts.leaving):
+            if peer.core and not self.leaving and (peer.stuck or peer.facts.life.leaving):
                 self.die(peer)  # it is put right by its owner
             if not self.leaving:
                 self.back(peer)
@@ -381,7 +382,7 @@ class World(Promises):
 
 
 def work_of(f: FragmentState) -> int:
-    return 0 if f.damaged else f.tip.head.work
+    return 0 if f.inbox.damaged else f.tip.head.work
 
 
 def broken(world: World) -> str:

@@ -109,7 +109,7 @@ class Anchors:
         """Move an anchor. The one before is kept while others fetch its parts."""
         f = self.facts.fragments[index]
         kept = {**self.pinned[index], f.tip.head.id: self.now[index]}
-        pinned = f.pinned[0].head.id if f.pinned else ""
+        pinned = f.outbox.pinned[0].head.id if f.outbox.pinned else ""
         self.pinned[index] = {id_: one for id_, one in kept.items() if id_ == pinned}
         self.now[index], self.momenta[index] = anchor, momentum
         return events.Applied(index, head, tuple(map(hexed, anchor)))

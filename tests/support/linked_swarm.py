@@ -271,7 +271,7 @@ class AnswerTransfer(Transfer):
         if first.head.prev == self.get.have[1]:
             self.swarm.tell(self.target, events.Arriving(self.source.name, self.get, first.head))
             core = self.target.core
-            fetching = core.facts.fragments[self.get.fragment].fetch if core else None
+            fetching = core.facts.fragments[self.get.fragment].inbox.fetch if core else None
             if fetching is None or fetching.donor != self.source.name:
                 self.broken()
 
@@ -504,7 +504,7 @@ class LinkedSwarm(base.Swarm):
             self.do(peer, action)
         for fragment, arrival in peer.arrivals.items() if peer.core else ():
             waited_for = arrival.followers and not arrival.live
-            if waited_for and not peer.facts.fragments[fragment].is_to_be_had():
+            if waited_for and not peer.facts.fragments[fragment].inbox.is_to_be_had():
                 arrival.end_followers()
         self._train(peer)
 
@@ -512,7 +512,7 @@ class LinkedSwarm(base.Swarm):
         core = peer.core
         if core is None or peer.stepping or peer.hangs or peer.leaves:
             return
-        if core.facts.ready and not peer.begins:
+        if core.facts.life.ready and not peer.begins:
             peer.begins = True
             self.tell(peer, events.Wanted(0, self._cycle(peer)))
             for f in core.facts.fragments:
@@ -538,7 +538,7 @@ class LinkedSwarm(base.Swarm):
         later, peer.later = peer.later, []
         for action in later:
             self.do(peer, action)
-        if peer.core is None or peer.facts.leaving:
+        if peer.core is None or peer.facts.life.leaving:
             return
         self.tell(peer, events.Stepped(TOKENS, (), 1 / peer.step_s))
         if peer.leaves:
@@ -680,7 +680,7 @@ class LinkedSwarm(base.Swarm):
             if isinstance(transfer, PayloadTransfer):
                 receives = events.Moved(peer.name, moved.question, moved.nbytes)
                 self.tell(transfer.target, receives)
-        if not (transfer.over or transfer.listens or peer.core is None or peer.facts.ready):
+        if not (transfer.over or transfer.listens or peer.core is None or peer.facts.life.ready):
             transfer.listens = True
             self.at(self.now + LISTENING_S, self._tell_again, transfer)
 
@@ -689,7 +689,7 @@ class LinkedSwarm(base.Swarm):
         self._tell_moved(transfer)
 
     def _note(self, peer: LinkedPeer, kind: str, fields: dict[str, Any]) -> None:
-        self.said.append(Said(self.now, peer.name, kind, fields, peer.facts.finished))
+        self.said.append(Said(self.now, peer.name, kind, fields, peer.facts.life.finished))
         if kind != "tip":
             return
         f = peer.facts.fragments[fields["fragment"]]
@@ -698,8 +698,8 @@ class LinkedSwarm(base.Swarm):
         if head.id not in self.heads:
             self.heads[head.id] = head
             self.made.append((self.now, head))
-        if head.prev in f.records:
-            self.records.setdefault(head.id, f.records[head.prev])
+        if head.prev in f.outbox.records:
+            self.records.setdefault(head.id, f.outbox.records[head.prev])
         if all(peer.facts.over(one.tip) for one in peer.facts.fragments):
             self.in_life(peer, self.now, self.leave, peer, True)
 
@@ -708,7 +708,7 @@ class LinkedSwarm(base.Swarm):
         if sends and self.now < until:
             self.in_life(peer, self.now + 0.1, self._exit, peer, until)
         else:
-            if peer.facts.finished:
+            if peer.facts.life.finished:
                 self.ended[peer.name] = tuple(f.tip.key for f in peer.facts.fragments)
             self.die(peer)
 

@@ -78,7 +78,8 @@ class Story(DrivenCrowd):
     def begin(self, names: str) -> None:
         """All of these peers start, and train."""
         self.starts(names, min_peers=len(names))
-        self.run_until(lambda: all(self.facts(name).steps for name in self.nodes()), "all train")
+        nodes = self.nodes
+        self.run_until(lambda: all(self.facts(name).loop.steps for name in nodes()), "all train")
 
     def starts(self, names: str, min_peers: int = 1, trains: bool = True) -> None:
         """Peers of these names start, the first of a swarm a little before the others."""

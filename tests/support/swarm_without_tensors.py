@@ -20,6 +20,7 @@ from diloco.messages.codec import decode, encode
 from diloco.messages.heads import Head
 from diloco.ranges import count, first
 from tests.support.fake_tensors import PARTS, RUN, Anchors, Arithmetic, Saved, Signer, hexed
+from tests.support.owners import forbidden, states_of
 
 Pair = frozenset[str]
 
@@ -56,7 +57,9 @@ class Peer:
     def saved(self) -> Saved:
         """A checkpoint of now."""
         tips = tuple(f.tip for f in self.facts.fragments)
-        return Saved(tips, tuple(self.anchors.now), self.facts.processed, self.facts.stamp)
+        return Saved(
+            tips, tuple(self.anchors.now), self.facts.loop.processed, self.facts.loop.stamp
+        )
 
 
 class Swarm:
@@ -235,7 +238,10 @@ class Swarm:
         if peer.frozen:
             peer.inbox += [event] if not isinstance(event, events.Tick) else []
             return
+        before = [states_of(f) for f in peer.facts.fragments]
         actions = peer.core.receive(event, self.now)
+        for states, f in zip(before, peer.facts.fragments, strict=True):
+            assert not (wrong := forbidden(states, states_of(f))), wrong
         for head in [f.tip.head for f in peer.facts.fragments if f.tip.head.id not in self.heads]:
             self.heads[head.id] = head
             self.made.append((self.now, head))
@@ -252,8 +258,8 @@ class Swarm:
 
     def _step(self, peer: Peer) -> None:
         peer.stepping = False
-        units = first(peer.facts.queue, peer.batch)
-        if units and not peer.facts.leaving:
+        units = first(peer.facts.data.queue, peer.batch)
+        if units and not peer.facts.life.leaving:
             self.tell(peer, events.Stepped(count(units), units, 1 / peer.step_s))
 
     def do(self, peer: Peer, action: events.Action) -> None:

@@ -70,7 +70,7 @@ class Anchors:
     async def load(self, fragment: int) -> None:
         """Local parameters become the anchor, or are mixed with it where training went on."""
         f = self._core.facts.fragments[fragment]
-        mixing = 0.0 if f.steps_left is None or f.stale else self._replica.settings.mixing
+        mixing = 0.0 if f.learned.steps_left is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
             await in_thread(self._replica.load_local_, [fragment], mixing)
             self.loaded[fragment] = (f.tip.head.number, f.tip.head.work)
@@ -105,7 +105,7 @@ class Anchors:
             digest = update_digest(update.digests)
             self._context.do(events.Merged(fragment, action.base, update, digest, left_out))
             # the core dropped it, and the next version must not hold it, too
-            if not self._core.facts.fragments[fragment].moves_own:
+            if not self._core.facts.fragments[fragment].inbox.moves_own:
                 await self._restart(fragment)
 
     def _note_merged(self, action: events.Merge, made: merging.MergeResult) -> None:
@@ -169,13 +169,13 @@ class Anchors:
         """Keep what others read of this anchor, and the base of what is being learned from it."""
         core = self._core.facts
         f, copy = core.fragments[fragment], self._copies.get(fragment)
-        pinned = f.kept(self._context.now())
+        pinned = f.outbox.kept(self._context.now())
         kept = pinned.head.id if pinned else ""
         if kept == f.tip.head.id:
             self._copies[fragment] = (kept, await in_thread(self._replica.anchors[fragment].clone))
         elif copy and copy[0] != kept:
             del self._copies[fragment]
-        if core.trains_now and f.steps_left is None and f.base == f.tip.head.id:
+        if core.trains_now and f.learned.steps_left is None and f.learned.base == f.tip.head.id:
             await in_thread(self._replica.keep_base, fragment)
 
     async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
@@ -193,7 +193,11 @@ class Anchors:
         core = self._core.facts
         heirs = [f.index for f in core.fragments if core.me in (core.author_of(f), core.second(f))]
         for f in core.fragments:
-            if f.index in self._replica.aggregates and core.author_of(f) != core.me and not f.merge:
+            if (
+                f.index in self._replica.aggregates
+                and core.author_of(f) != core.me
+                and not f.round.merge
+            ):
                 self._replica.release(f.index)
         self._replica.follow(heirs)
 
@@ -223,7 +227,7 @@ class Anchors:
             vectors = [replica.anchors[fragment]]
             if aggregate and state:
                 # A version that is made and not applied is in the master already.
-                ahead = core.fragments[fragment].moves_own
+                ahead = core.fragments[fragment].inbox.moves_own
                 vectors += [vectors[0] if ahead else aggregate.master, *state.vectors]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
             anchors.append(anchor)
@@ -239,7 +243,7 @@ class Anchors:
             values = await in_thread(_clones, list(residuals.values()))
             residuals = dict(zip(residuals, values, strict=True))
         others = self._core.others_at()
-        return Saved(anchors, tips, core.processed, core.stamp, outer, residuals, others)
+        return Saved(anchors, tips, core.loop.processed, core.loop.stamp, outer, residuals, others)
 
     def end_snapshot(self) -> None:
         """The tensors of the last snapshot may move again."""

@@ -16,8 +16,9 @@ from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from diloco.core import events, lifecycle, pace
+from diloco.core import events
 from diloco.core.facts import CONTROL
+from diloco.core.rules import lifecycle, pace
 from diloco.errors import SwarmError
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
@@ -166,7 +167,7 @@ class Node:
                 self.context.tasks.spawn(works[type(action)](action))
             else:
                 self._carry_out(action)
-        planned, queue = self.core.facts.planned, self.core.facts.queue
+        planned, queue = self.core.facts.planned, self.core.facts.data.queue
         if planned != self._planned:
             self._planned = planned
             self.replica.plan(planned[-1] or None)
@@ -215,7 +216,7 @@ class Node:
         def refused() -> str | None:
             return None if len(facts.members) else mesh.refusal
 
-        await self._until(lambda: refused() is not None or self._interrupted or facts.ready)
+        await self._until(lambda: refused() is not None or self._interrupted or facts.life.ready)
         if (reason := refused()) is not None:
             raise SwarmError(reason)
         return not self._interrupted and self._fewest_steps() > 0
@@ -302,9 +303,14 @@ class Node:
         are in a cycle, and tokens in no contribution yet.
         """
         facts = self.core.facts
-        overlaps = facts.position <= facts.settings.overlap
-        overdue = facts.fragments[-1].steps_left is not None and overlaps
-        return facts.position + (facts.cycle if overdue else 0), facts.cycle, facts.control.unsent
+        loop = facts.loop
+        overlaps = loop.position <= facts.settings.overlap
+        overdue = facts.fragments[-1].learned.steps_left is not None and overlaps
+        return (
+            facts.loop.position + (facts.loop.cycle if overdue else 0),
+            facts.loop.cycle,
+            facts.control.learned.tokens,
+        )
 
     def clock(self) -> tuple[int, int]:
         """Fewest outer steps of all fragments, and applied tokens: at a barrier at the anchors that

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 import diloco.messages.snapshot as schema
-from diloco.core.facts import Facts, FragmentState
+from diloco.core.facts import Facts
+from diloco.core.fragment import FragmentState
 from diloco.core.history import Tip
 from diloco.core.members import Member
 from diloco.core.peer import Peer
@@ -223,7 +224,7 @@ def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
     head, author = f.tip.head, facts.author_of(f)
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
     state = "collecting" if author == facts.me else "following" if author else "alone"
-    state = "fetching" if f.behind() else state if facts.ready else "settling"
+    state = "fetching" if f.inbox.behind() else state if facts.life.ready else "settling"
     here = sum(not f.tip.objection(item.line) for item in f.pool.values())
     numbers, short = (f.index, head.number, head.work), head.id[:ID_DIGITS]
     return schema.FragmentRow(*numbers, short, head.next, author or None, here, state)

@@ -52,7 +52,7 @@ class Start:
             tuple(f.tip for f in core.fragments),
             tuple(f.sizes for f in core.fragments),
             core.wall_ms + int(core.now * 1000),
-            *(core.processed, core.stamp, core.planned),
+            *(core.loop.processed, core.loop.stamp, core.planned),
         )
 
 
@@ -108,7 +108,7 @@ class Recording:
             known = {"tips": member.tips, "hears": sorted(member.hears), "deaf": []}
             status = with_fields(member.status, whole=True, **known)
             self._write(Connected(member.peer, with_fields(member.hello, status=status)), core.now)
-        if core.begun:
+        if core.life.begun:
             self._write(events.Begun(), core.now)
 
     def _write(self, event: Any, now: float) -> None:

@@ -28,7 +28,7 @@ from diloco.core.events import (
     Reply,
     Served,
 )
-from diloco.core.facts import Goal
+from diloco.core.fragment import Goal
 from diloco.core.history import Record
 from diloco.errors import PayloadError
 from diloco.messages.bulk import Get, No, PartHeader, RecordHeader, Values, Waiting
@@ -97,7 +97,10 @@ def _end_earlier(context: Context, stream: PeerStream, fragment: int) -> None:
 async def ask(context: Context, stream: PeerStream, get: Get) -> Records | AnchorPart | None:
     """The answer of a donor, checked. Raises `PayloadError`."""
     fragment, replica = get.fragment, context.replica
-    fetching, held = context.core.facts.fragments[fragment].fetch, context.arrivals.get(fragment)
+    fetching, held = (
+        context.core.facts.fragments[fragment].inbox.fetch,
+        context.arrivals.get(fragment),
+    )
     goal = fetching.goal if fetching else None
     question = get
     if held and held.head.prev == get.have[1] and not get.want:
@@ -169,7 +172,7 @@ async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: 
             if arrival.parts and is_first:
                 context.do(Arriving(stream.peer, get, arrival.head))
                 is_first = False
-                fetching = facts.fragments[get.fragment].fetch
+                fetching = facts.fragments[get.fragment].inbox.fetch
                 if fetching is None or fetching.donor != stream.peer:
                     raise ConnectionError("what is arriving is not wanted")
             if arrival.parts == len(digests):
@@ -272,7 +275,9 @@ class StateServer:
             try:
                 async with asyncio.timeout(WAITING_S):
                     await self._context.tasks.until(
-                        lambda: arrival.parts > number or not (arrival.live or f.is_to_be_had())
+                        lambda: (
+                            arrival.parts > number or not (arrival.live or f.inbox.is_to_be_had())
+                        )
                     )
                 if arrival.parts <= number:
                     raise ConnectionError("nobody has the rest of this update")

@@ -34,11 +34,12 @@ from typing import Any
 
 import torch
 
-from diloco.core.contributions import discarded, own
-from diloco.core.data import deal, has
 from diloco.core.events import Asked, Captured, Event, Stepped
-from diloco.core.facts import CONTROL, FragmentState
+from diloco.core.facts import CONTROL
+from diloco.core.fragment import FragmentState
 from diloco.core.history import Tip
+from diloco.core.rules.data import deal, has
+from diloco.core.rules.learning import discarded, own
 from diloco.messages.fields import Units
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
@@ -173,7 +174,7 @@ class Watch:
             seen.had.add(tip.head.id)
         seen.unread.add(f.index)
         seen.damaged.discard(f.index)
-        if f.base not in [head.id for head in self.versions.chain(tip.head)]:
+        if f.learned.base not in [head.id for head in self.versions.chain(tip.head)]:
             seen.since[f.index] = seen.trained
 
     def _made(self, name: str, f: FragmentState) -> None:
@@ -189,7 +190,7 @@ class Watch:
         """Look at anchors that have moved, unless they are moving again."""
         for fragment in sorted(seen.unread - seen.damaged):
             lock, f = seen.node.context.locks[fragment], seen.node.core.facts.fragments[fragment]
-            if not f.moving and not (lock._lock.locked() and not lock._readers):
+            if not f.inbox.moving and not (lock._lock.locked() and not lock._readers):
                 seen.unread.discard(fragment)
                 if part_digests(seen.node.replica.anchors[fragment]) != f.tip.parts:
                     name = seen.life.name
@@ -199,9 +200,13 @@ class Watch:
         """What an inner step begins with, in the thread of the peer."""
         replica = seen.node.replica
         for f in seen.node.core.facts.fragments:
-            first = seen.loaded.get(f.index) != f.base
-            seen.loaded[f.index] = f.base
-            known = f.base == f.tip.head.id and not f.moving and f.index not in seen.damaged
+            first = seen.loaded.get(f.index) != f.learned.base
+            seen.loaded[f.index] = f.learned.base
+            known = (
+                f.learned.base == f.tip.head.id
+                and not f.inbox.moving
+                and f.index not in seen.damaged
+            )
             if first and known and not replica.settings.mixing:
                 values = torch.empty(replica.fragments[f.index].numel)
                 local = {name: one.detach() for name, one in replica.local.tensors.items()}
@@ -232,7 +237,7 @@ class Watch:
             if len(tips) > 1 or len(authors) > 1 or not authors <= names:
                 return False
         pairs = ((core, f) for core in cores for f in core.fragments)
-        return not any(own(core, f) or f.moving or f.merge for core, f in pairs)
+        return not any(own(core, f) or f.inbox.moving or f.round.merge for core, f in pairs)
 
     def find_holes(self) -> None:
         """Remember which data is in no model, and nowhere else."""
@@ -244,8 +249,10 @@ class Watch:
     def leaves(self, life: Life) -> None:
         """A peer has left in peace: the others have what it had learned."""
         core = self.seen[life.owner].node.core.facts
-        if core.now <= core.leave_by:
-            learned = [(core.stamp, core.processed - discarded(core, f)) for f in core.fragments]
+        if core.now <= core.life.leave_by:
+            learned = [
+                (core.loop.stamp, core.loop.processed - discarded(core, f)) for f in core.fragments
+            ]
             self.left.append((life.name, learned))
 
     async def rest(self) -> None:
@@ -298,8 +305,10 @@ class Watch:
                 raise Violation(f"the book of {which} has {said} of {name}, its heads {applied}")
             if lost < 0 or lost != seen.told[f.index]:
                 raise Violation(f"{name} has discarded {lost} of {which}, and told {seen.told}")
-            if seen.life.fresh and trained != applied + lost + f.unsent:
-                parts = f"{applied} are in {which}, {lost} discarded and {f.unsent} not sent"
+            if seen.life.fresh and trained != applied + lost + f.learned.tokens:
+                parts = (
+                    f"{applied} are in {which}, {lost} discarded and {f.learned.tokens} not sent"
+                )
                 raise Violation(f"{name} processed {trained} tokens, of which {parts}")
 
     def _check_data(self, living: list[_Seen]) -> None:
@@ -307,10 +316,10 @@ class Watch:
         cores = [life.node.core.facts for life in self._crowd.living() if life.node is not None]
         left = difference(self.holes, union(cores[0].control.tip.book.merged, *map(has, cores)))
         [dealer] = [core for core in cores if core.author_of(core.control) == core.me]
-        granted, dealer.dealt = dealer.dealt, {}  # who has not got its data asks again
+        granted, dealer.data.dealt = dealer.data.dealt, {}  # who has not got its data asks again
         if left:
             left = difference(left, deal(dealer, "", dealer.control.tip.head.work + 1, NONE))
-        dealer.dealt = granted
+        dealer.data.dealt = granted
         if left:
             raise Violation(f"the sequences {left} are dealt to nobody")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.attach.swarm import Attachment
-from diloco.core.facts import FragmentState
+from diloco.core.fragment import FragmentState
 from diloco.swarm.node.node import Node
 from diloco.swarm.node.saved import Saved
 
@@ -91,4 +91,8 @@ class Life:
             return "not in the swarm"
         facts = self.node.core.facts
         seen = [(f.tip.head.number, facts.author_of(f), "".join(f.pool)) for f in self.fragments]
-        return {"ready": facts.ready, "runs": self.node.core.runs, "number, author and bag": seen}
+        return {
+            "ready": facts.life.ready,
+            "runs": self.node.core.runs,
+            "number, author and bag": seen,
+        }

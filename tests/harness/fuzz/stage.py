@@ -220,7 +220,7 @@ class _Stage:
         """A bit of an anchor flips; or merges hang until the peer is killed and starts again."""
         if fault.kind == "flip":
             f = node.core.facts.fragments[fault.who % len(node.replica.anchors)]
-            if not f.moving:  # else it is looked at, and moves all the same
+            if not f.inbox.moving:  # else it is looked at, and moves all the same
                 node.replica.anchors[f.index][0] += DAMAGE
                 life.flips += 1
                 self.watch.damaged(life, f.index)
@@ -274,7 +274,7 @@ class _Stage:
                 crowd.network.reset(one, other)
         nodes = [(life, life.node.core.facts) for life in crowd.members() if life.node is not None]
         # Who has not met enough peers to begin with waits for them, and others for it.
-        checked = checked and not self.pending and all(facts.ready for _, facts in nodes)
+        checked = checked and not self.pending and all(facts.life.ready for _, facts in nodes)
         alone = self.begun if checked else -1
         authors = [life.name for life, facts in nodes if facts.identity.may_author]
         parted = {*map(frozenset, cut)}

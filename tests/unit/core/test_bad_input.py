@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as altered
 
-from diloco.core import data, events
+from diloco.core import events
 from diloco.core.history import sign, state_of
+from diloco.core.rules import data
 from diloco.messages.bulk import Get
 from diloco.messages.control import Answer, Dealt, Lease, Offer, Status
 from diloco.messages.fields import MAX_COUNT, MAX_FRAGMENTS, MAX_TOKENS
@@ -116,12 +117,14 @@ def test_a_payload_is_sent_once_per_offer() -> None:
 
 def test_data_comes_only_from_whom_it_was_asked_for_and_not_more_than_that() -> None:
     swarm, author, other = begun()
-    before = other.facts.queue
+    before = other.facts.data.queue
     swarm.tell(other, events.Heard(author.name, Dealt(other.name, ((0, 2**40),))))
-    assert other.facts.queue == before
-    other.facts.lease_from = author.name
+    assert other.facts.data.queue == before
+    other.facts.data.lease_from = author.name
     swarm.tell(other, events.Heard(author.name, Dealt(other.name, ((2**30, 2**40),))))
-    assert sum(stop - start for start, stop in other.facts.queue) <= 2 * other.facts.wanted
+    assert (
+        sum(stop - start for start, stop in other.facts.data.queue) <= 2 * other.facts.data.wanted
+    )
 
 
 def test_one_peer_cannot_use_up_the_list_of_sequences() -> None:
@@ -145,7 +148,7 @@ def test_who_forges_a_head_is_not_asked_again_and_its_alleged_author_stays() -> 
     swarm, author, other = begun()
     swarm.tell(other, record(author, "x"))
     assert author.name not in other.facts.shunned
-    assert other.facts.control.retry_at["x"] > swarm.now + 100.0
+    assert other.facts.control.inbox.retry_at["x"] > swarm.now + 100.0
     assert "refused_head" in [kind for _, kind, _ in other.notes]
 
 
@@ -165,7 +168,7 @@ def test_an_author_that_signs_what_no_honest_one_makes_is_passed_over(what: str)
         "an impossible line": {"lines": ((line_of("x", base, steps=MAX_COUNT), 1.0),)},
     }
     swarm.tell(other, record(author, author.name, **forged[what]))
-    assert other.tip().head.id == base and not other.facts.control.moving
+    assert other.tip().head.id == base and not other.facts.control.inbox.moving
     assert author.name in other.facts.shunned
 
 
@@ -174,11 +177,11 @@ def test_parts_that_do_not_exist_are_refused(part: int, digests: int) -> None:
     swarm, author, other = begun()
     f, tip = other.facts.control, author.tip()
     swarm.tell(other, events.Heard(author.name, Status(tips={0: (tip.head.work + 5, "f" * 64)})))
-    assert f.fetch and f.fetch.donor == author.name
+    assert f.inbox.fetch and f.inbox.fetch.donor == author.name
     head = altered(tip.head, work=tip.head.work + 5)
     answer = events.AnchorPart(head, tip.book, (DIGEST,) * digests, part, 0)
     swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), answer))
-    assert author.name in f.retry_at and f.fetch is None
+    assert author.name in f.inbox.retry_at and f.inbox.fetch is None
 
 
 def test_a_history_without_a_beginning_is_no_state() -> None:
@@ -190,7 +193,7 @@ def test_a_history_without_a_beginning_is_no_state() -> None:
     head = Head(0, 0, RUN, "", "", (), 1, 10**9, "", state_of(book, [DIGEST] * 3))
     part = events.AnchorPart(head, book, (DIGEST,) * 3, 0, 0)
     swarm.tell(other, events.Gave(author.name, Get(0, f.tip.key), part))
-    assert author.name in f.retry_at and f.tip.head.work < 10**9
+    assert author.name in f.inbox.retry_at and f.tip.head.work < 10**9
 
 
 def test_the_work_of_a_history_has_a_bound_at_which_it_ends() -> None:

@@ -5,9 +5,10 @@ from functools import partial
 
 from msgspec.structs import replace as altered
 
-from diloco.core import data, events
-from diloco.core.contributions import discarded
+from diloco.core import events
 from diloco.core.history import follow, genesis
+from diloco.core.rules import data
+from diloco.core.rules.learning import discarded
 from diloco.messages.control import Lease, Status
 from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
 from diloco.ranges import overlaps
@@ -69,7 +70,13 @@ def test_a_dealer_deals_nothing_that_is_merged_or_that_anybody_has() -> None:
     line = line_of("x", base=author.tip().head.id, units=((520, 530),))
     swarm.tell(author, events.Delivered(other.name, line, gradient(line)))
     new = data.deal(author.facts, "y", 600, ((540, 550),))
-    taken = (*author.tip().book.merged, (500, 510), (520, 530), (540, 550), *author.facts.queue)
+    taken = (
+        *author.tip().book.merged,
+        (500, 510),
+        (520, 530),
+        (540, 550),
+        *author.facts.data.queue,
+    )
     assert new and not any(overlaps(new, (unit,)) for unit in taken)
     assert overlaps(data.has(author.facts), ((520, 530),))
     assert not overlaps(data.deal(author.facts, "z", 600, ()), new)
@@ -99,9 +106,9 @@ def test_a_lease_is_passed_on_to_a_dealer_that_the_other_does_not_hear() -> None
 
 def test_a_sleeper_drops_its_data_and_listens_first() -> None:
     swarm, _, other = begun()
-    assert other.core and other.facts.queue
+    assert other.core and other.facts.data.queue
     other.core.receive(events.Tick(), swarm.now + 11.0)
-    assert not other.facts.ready and not other.facts.queue
+    assert not other.facts.life.ready and not other.facts.data.queue
 
 
 def test_a_hello_is_answered_by_all_that_changed_since() -> None:
@@ -116,7 +123,7 @@ def test_one_that_leaves_is_none_to_begin_with() -> None:
     """A peer that goes on from its checkpoint may meet the other's last session: it waits for the
     next one."""
     _, author, other = begun()
-    other.facts.steps, other.facts.min_peers = 0, 3
+    other.facts.loop.steps, other.facts.life.min_peers = 0, 3
     status = author.core.status()
     assert status.steps and not other.facts.lacks_peers()
     leaving = altered(status, leaves=True)
@@ -129,13 +136,13 @@ def test_a_version_is_dropped_when_another_peer_is_the_author_by_then() -> None:
     for passed_over in (False, True):
         swarm, author, _ = begun()
         swarm.work_s, f = 1.0, author.facts.control
-        swarm.until(swarm.now + 60.0, lambda f=f: f.merge is not None)  # type: ignore[misc]
-        assert author.core and f.merge
+        swarm.until(swarm.now + 60.0, lambda f=f: f.round.merge is not None)  # type: ignore[misc]
+        assert author.core and f.round.merge
         if passed_over:
             author.facts.shun(author.name, swarm.now + 99.0)
-        made = events.Merged(0, f.merge.base, object(), DIGEST)
+        made = events.Merged(0, f.round.merge.base, object(), DIGEST)
         author.core.receive(made, swarm.now)
-        assert (f.moving is None) == passed_over
+        assert (f.inbox.moving is None) == passed_over
 
 
 def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
@@ -145,7 +152,7 @@ def test_a_history_that_knows_more_than_the_checkpoint_is_believed() -> None:
     swarm.start(other, old)
     swarm.until(swarm.now + 30.0)
     assert discarded(other.facts, other.facts.control) == 0
-    assert other.facts.processed >= old.tips[0].book.of(other.name)[1]
+    assert other.facts.loop.processed >= old.tips[0].book.of(other.name)[1]
 
 
 def test_when_the_run_is_over_no_head_is_waited_for() -> None:
@@ -153,7 +160,7 @@ def test_when_the_run_is_over_no_head_is_waited_for() -> None:
     of these."""
     peer = core()
     for f in peer.facts.fragments:
-        f.steps_left = 0
+        f.learned.steps_left = 0
         for _ in range(9):
             assert peer.facts.waits
             advance(peer.facts, f, ME)

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as with_fields
 
-from diloco.core import author, events, pace
+from diloco.core import events
 from diloco.core.events import Arriving, Asked, Broke, Moved, Served
+from diloco.core.fragment import Making
+from diloco.core.rules import author, pace
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.bulk import Get
 from diloco.messages.control import Answer, Offer, Status
@@ -80,9 +82,9 @@ def fetching() -> tuple[Scene, Peer, Get, str]:
     """A peer that has just asked a donor for a new version."""
     swarm = Scene()
     peer = swarm.contributor()
-    swarm.until(swarm.now + 60.0, lambda: peer.facts.control.fetch is not None)
-    assert peer.facts.control.fetch is not None
-    return swarm, peer, Get(0, peer.tip().key), peer.facts.control.fetch.donor
+    swarm.until(swarm.now + 60.0, lambda: peer.facts.control.inbox.fetch is not None)
+    assert peer.facts.control.inbox.fetch is not None
+    return swarm, peer, Get(0, peer.tip().key), peer.facts.control.inbox.fetch.donor
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -140,7 +142,7 @@ def test_who_is_told_that_a_version_is_arriving_elsewhere_asks_there() -> None:
     head, now = swarm.peers[donor].tip().head, swarm.now
     other = next(name for name in swarm.peers if name not in (peer.name, donor))
     peer.core.receive(events.Gave(donor, get, None), now)  # not now
-    assert peer.facts.control.fetch and not peer.facts.control.fetch.donor
+    assert peer.facts.control.inbox.fetch and not peer.facts.control.inbox.fetch.donor
     status = with_fields(swarm.peers[other].core.status(whole=False), arriving={0: head.key})
     [ask] = of_kind(peer.core.receive(events.Heard(other, status), now + 0.1), events.AskDonor)
     assert (ask.peer, ask.get) == (other, get)
@@ -152,10 +154,10 @@ def test_no_author_makes_a_rival_of_a_version_that_is_arriving() -> None:
     head, now = swarm.peers[donor].tip().head, swarm.now
     peer.core.receive(Arriving(donor, get, head), now)
     facts = peer.facts
-    facts.control.ahead.clear()
-    assert facts.control.behind()
+    facts.control.inbox.ahead.clear()
+    assert facts.control.inbox.behind()
     peer.core.receive(Broke(donor, get), now)
-    assert not facts.control.behind()
+    assert not facts.control.inbox.behind()
 
 
 def test_a_version_without_a_peer_is_said_there_with_what_was_under_way() -> None:
@@ -226,13 +228,16 @@ def test_with_a_quorum_what_comes_while_a_version_is_sent_is_merged_together(giv
     author, peer = swarm.author(), swarm.contributor()
     f = author.facts.control
     swarm.next_version()
-    f.serving, f.served_at = {(peer.name, "", 0): f.tip.head.id}, {(peer.name, "", 0): swarm.now}
+    f.outbox.serving, f.outbox.served_at = (
+        {(peer.name, "", 0): f.tip.head.id},
+        {(peer.name, "", 0): swarm.now},
+    )
     for member in author.facts.members.all():
         member.tips = {0: f.tip.key if given == "to one" else (0, "")}
     swarm.carry = lambda *_, **__: None  # type: ignore[method-assign]  # nobody says or sends more
     made, now = len(swarm.made), swarm.now
     if given == "long ago":
-        f.served_at = {(peer.name, "", 0): now - 2 * pace.patience_s(author.facts, f)}
+        f.outbox.served_at = {(peer.name, "", 0): now - 2 * pace.patience_s(author.facts, f)}
     for second in range(1, 10):  # the author contributes after 7.7
         swarm.until(now + second, lambda: len(swarm.made) > made)
         hear_all(author, swarm.now)
@@ -262,16 +267,16 @@ def test_who_has_finished_stays_while_its_last_version_is_under_way(serves: bool
     author, facts = swarm.peers[donor], swarm.peers[donor].facts
     began_at = swarm.now
     author.core.receive(events.Leave(finished=True), began_at)
-    facts.control.served_at = {}
-    late = facts.leave_by + 1.0
+    facts.control.outbox.served_at = {}
+    late = facts.life.leave_by + 1.0
     hear_all(author, late)
     if serves:
-        facts.control.served_at[peer.name, "", 0] = late - 1.0
+        facts.control.outbox.served_at[peer.name, "", 0] = late - 1.0
     exits = of_kind(author.core.receive(events.Tick(), late), events.Exit)
     assert bool(exits) != serves
-    last = facts.leave_by + 3 * pace.patience_s(facts, facts.control) + 1.0
+    last = facts.life.leave_by + 3 * pace.patience_s(facts, facts.control) + 1.0
     hear_all(author, last)
-    facts.control.served_at[peer.name, "", 0] = last
+    facts.control.outbox.served_at[peer.name, "", 0] = last
     assert serves == bool(of_kind(author.core.receive(events.Tick(), last), events.Exit))
 
 
@@ -279,7 +284,7 @@ def test_who_has_finished_stays_while_its_last_version_is_under_way(serves: bool
 def test_who_has_finished_stays_while_another_has_a_later_version(refused: bool) -> None:
     swarm, peer, _, donor = fetching()
     if refused:
-        peer.facts.control.refused[peer.facts.control.ahead[donor][1]] = None
+        peer.facts.control.inbox.refused[peer.facts.control.inbox.ahead[donor][1]] = None
     actions = [*peer.core.receive(events.Leave(finished=True), swarm.now)]
     actions += peer.core.receive(events.Tick(), swarm.now)
     assert bool(of_kind(actions, events.Exit)) == refused
@@ -294,7 +299,7 @@ def test_no_version_is_made_after_the_last_one(over: bool) -> None:
     swarm.until(swarm.now + 60.0, lambda: bool(f.pool))
     line = next(item.line for item in f.pool.values())
     shares = (events.Share(line, None, 1.0, 1.0),)
-    f.merge = events.Merge(0, f.tip.head.id, f.tip.head.number + 1, shares, 0, 1)
+    f.round.merge = events.Merge(0, f.tip.head.id, f.tip.head.number + 1, shares, 0, 1)
     facts.planned = (f.tip.head.number if over else 0, 0, 0)
     merged = events.Merged(0, f.tip.head.id, torch.zeros(1), "0" * 64)
     assert bool(of_kind(author.core.receive(merged, swarm.now), events.Apply)) != over
@@ -305,8 +310,8 @@ def test_before_the_first_version_a_round_is_a_cycle_and_what_sending_takes() ->
     facts = swarm.contributor().facts
     f = facts.control
     f.adopted_at = {f.tip.head.id: swarm.now}
-    facts.steps_per_s, f.sent_s = 0.01, 70.0
-    assert pace.round_s(facts, f) == pytest.approx(facts.cycle / 0.01 + 70.0)
+    facts.loop.steps_per_s, f.sent_s = 0.01, 70.0
+    assert pace.round_s(facts, f) == pytest.approx(facts.loop.cycle / 0.01 + 70.0)
     assert pace.patience_s(facts, f) == 4 * pace.round_s(facts, f)
     assert pace.deadline_s(facts, f) == pace.round_s(facts, f) / 8
 
@@ -315,7 +320,7 @@ def test_a_first_step_may_take_ten_of_the_others_steps() -> None:
     facts = Scene().contributor().facts
     for member in facts.members.all():
         member.status = with_fields(member.status, steps_per_s=0.01)
-    facts.steps_per_s = 0.0
+    facts.loop.steps_per_s = 0.0
     assert pace.first_step_s(facts) == pytest.approx(1000.0)
     assert ProtocolSettings().first_step_s == 180.0
 
@@ -325,15 +330,16 @@ def test_a_wait_for_the_grace_is_planned_once() -> None:
     settings = ProtocolSettings(sync_every=10, quorum=1, overlap=5, grace_slack=0.8)
     swarm = Scene(settings, after=5.0)
     facts, f = swarm.author().facts, swarm.author().facts.control
-    swarm.until(swarm.now + 60.0, lambda: f.quorum_at is not None)
-    assert f.quorum_at is not None and f.pool
+    swarm.until(swarm.now + 60.0, lambda: f.round.state(f.tip.head.id) is Making.QUORUM)
+    assert f.round.state(f.tip.head.id) is Making.QUORUM and f.pool
+    quorum_at = f.round.quorum[1]
     times = set[float]()
     for turn in range(100):
         actions = swarm.author().core.receive(events.Tick(), swarm.now + turn / 1000)
         times |= {wake.at for wake in of_kind(actions, events.Wake)}
     item = next(iter(f.pool.values()))
-    due_at = item.captured_at + 5 / facts.steps_per_s
+    due_at = item.captured_at + 5 / facts.loop.steps_per_s
     assert len(times) <= 2
-    assert author._grace_until(facts, f.quorum_at, {facts.me: item}) == pytest.approx(
-        (f.quorum_at + 0.8 * due_at) / 1.8
+    assert author._grace_until(facts, quorum_at, {facts.me: item}) == pytest.approx(
+        (quorum_at + 0.8 * due_at) / 1.8
     )

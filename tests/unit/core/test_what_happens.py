@@ -226,7 +226,7 @@ def test_joiner(after: float, bulk_s: float) -> None:
     at, swarm.bulk_s = swarm.now, bulk_s
     there = swarm.peers["a"].tip().key
     swarm.add("e")
-    swarm.until(at + 80.0, lambda: swarm.peers["e"].facts.ready)
+    swarm.until(at + 80.0, lambda: swarm.peers["e"].facts.life.ready)
     assert swarm.peers["e"].tip().key >= there
     swarm.until(at + 80.0, lambda: "e" in [line.peer for line, _ in swarm.made[-1][1].lines])
     assert swarm.now < at + 20.0 + 8 * bulk_s
@@ -237,8 +237,8 @@ def test_nobody_begins_before_all_who_are_here_are_about_to() -> None:
     swarm = Swarm(replace(BARRIER, min_peers=2))
     late, other = swarm.add("a", begins=False), swarm.add("b")
     swarm.until(60.0)
-    assert late.facts.ready and not late.facts.trains_now
-    assert other.facts.trains_now and other.facts.steps == 0
+    assert late.facts.life.ready and not late.facts.trains_now
+    assert other.facts.trains_now and other.facts.loop.steps == 0
     swarm.tell(late, events.Begun())
     swarm.until(100.0, lambda: bool(swarm.made))
     assert [line.peer for line, _ in swarm.made[0][1].lines] == ["a", "b"]
@@ -277,7 +277,7 @@ def test_leaver(who: str, after: float) -> None:
     """What it has learned is in the model of the others, and it is gone soon."""
     swarm = Scene(after=after)
     peer, at = swarm.author() if who == "author" else swarm.contributor(), swarm.now
-    processed = peer.facts.processed
+    processed = peer.facts.loop.processed
     swarm.tell(peer, events.Leave())
     swarm.until(swarm.now + 100.0, lambda: peer.core is None)
     assert swarm.now < at + 5.0
@@ -285,13 +285,14 @@ def test_leaver(who: str, after: float) -> None:
     assert swarm.contributor().tip().book.of(peer.name)[1] == processed
 
 
-@pytest.mark.parametrize("what", ["merge", "moving"])
-def test_an_author_that_leaves_while_it_makes_a_version(what: str) -> None:
+@pytest.mark.parametrize(("part", "what"), [("round", "merge"), ("inbox", "moving")])
+def test_an_author_that_leaves_while_it_makes_a_version(part: str, what: str) -> None:
     """Nobody makes that version again, and no token is lost."""
     swarm = Scene(after=5.0)
     swarm.work_s = 1.0
     author = swarm.author()
-    swarm.until(swarm.now + 30.0, lambda: getattr(author.facts.control, what) is not None)
+    made_by = getattr(author.facts.control, part)
+    swarm.until(swarm.now + 30.0, lambda: getattr(made_by, what) is not None)
     swarm.tell(author, events.Leave())
     swarm.goes_on(ROUND_S + RESEND_S)
     numbers = [head.number for _, head in swarm.made]
@@ -325,7 +326,7 @@ def test_bad_donor(what: str) -> None:
                 case events.Reply(to, get) if what != "hangs":
                     tip = peer.tip()
                     part = events.AnchorPart(tip.head, tip.book, tip.parts, 0)
-                    old = events.Records((next(iter(peer.facts.control.records.values())),))
+                    old = events.Records((next(iter(peer.facts.control.outbox.records.values())),))
                     lie = replace_field(part, values=7)
                     answer = {"lies": lie, "repeats itself": old}.get(what)
                     self.carry(peer.name, to, events.Gave(peer.name, get, answer), bulk=True)
@@ -447,7 +448,7 @@ def test_the_tokens_of_a_peer_that_is_twenty_times_slower_arrive(
         swarm.add(name)
     slow = swarm.add("d", step_s=20.0)
     swarm.until(600.0)
-    assert slow.facts.processed > 25
+    assert slow.facts.loop.processed > 25
     for f in slow.facts.fragments:
         assert slow.tip(f.index).book.of("d")[1] > 20
         assert slow.core and slow.core.discarded() <= 1

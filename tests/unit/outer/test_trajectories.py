@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.attach.node_link import dylu_steps
-from diloco.core.author import weights
+from diloco.core.rules.author import weights
 from diloco.messages.heads import Line
 from diloco.outer.codecs import CODECS
 from diloco.outer.merging import Mean, Part

@@ -74,7 +74,7 @@ def test_a_version_that_the_core_drops_is_not_in_the_next_one() -> None:
         merge, facts = node.anchors.merge, node.core.facts
 
         async def dropped(action: Merge) -> None:
-            facts.control.merge = None  # as if another peer were the author by then
+            facts.control.round.merge = None  # as if another peer were the author by then
             node.anchors.merge = merge  # type: ignore[method-assign]
             await merge(action)
 

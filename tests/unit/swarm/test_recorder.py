@@ -61,13 +61,13 @@ def test_a_fragment_says_who_is_author_and_what_this_peer_does() -> None:
     peer, recorder = watched()
     facts = peer.facts
     assert {row.state for row in seen(recorder, 0.0).fragments} == {"settling"}
-    facts.ready = True
+    facts.life.ready = True
     for row in seen(recorder, 1.0).fragments:
         assert (row.author, row.state) in ((ME, "collecting"), (OTHER, "following"))
     advance(facts, facts.control, OTHER)
     line = Line(0, OTHER, 99, facts.control.tip.head.id, 1, 10, (), 1.0, D)
     peer.receive(Delivered(OTHER, line, b""), 1.0)
-    facts.fragments[1].ahead[OTHER] = (5, D)
+    facts.fragments[1].inbox.ahead[OTHER] = (5, D)
     one, two = seen(recorder, 2.0).fragments
     head = facts.control.tip.head
     assert (one.version, one.work, one.id, one.next, one.here) == (1, 10, head.id[:16], ME, 1)

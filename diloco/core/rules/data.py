@@ -1,4 +1,4 @@
-"""Which peer trains on which sequences. Sans-IO.
+"""The sequences that each peer trains on (`DataQueue`). Sans-IO.
 
 The run has one endless list of sequences 0, 1, 2, ... `merged` in the book of the control fragment
 says which of them are in the anchor, so none is merged twice in one history, whoever dealt it.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from math import inf
 
-from diloco.core import pace
 from diloco.core.facts import Facts
 from diloco.core.members import MAX_PEERS
+from diloco.core.rules import pace
 from diloco.messages.control import MAX_WANTED, Dealt, Lease
 from diloco.messages.fields import MAX_RANGES, MAX_UNIT_RANGES, Units, forget_oldest
 from diloco.ranges import NONE, count, difference, first, gaps, union
@@ -24,46 +24,84 @@ LEAP = 2**24
 
 def has(core: Facts) -> Units:
     """Data that nobody else should learn from: this peer's, and that of its pool."""
-    f = core.control
+    f, draft = core.control, core.control.learned.draft
     here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
-    return union(core.queue, f.units, f.draft.units if f.draft else NONE, *here)
+    return union(core.data.queue, f.learned.units, draft.units if draft else NONE, *here)
 
 
 def lease(core: Facts) -> None:
     """Ask for data when it runs short."""
     dealer = core.author_of(core.control)
     if dealer != core.me:
-        core.dealt.clear()
-    if not core.trains_now or not core.wanted or count(core.queue) >= core.wanted // 2:
+        core.data.dealt.clear()
+    wanted = core.data.wanted
+    if not core.trains_now or not wanted or count(core.data.queue) >= wanted // 2:
         return
     if dealer == core.me:
-        _queue(core, deal(core, core.me, core.wanted, has(core)))
-    elif (via := core.next_hop(dealer)) and core.now >= core.lease_again:
-        core.lease_from, core.lease_again = via, core.now + core.settings.refresh_s
-        core.send(via, Lease(core.me, min(core.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
+        _queue(core, deal(core, core.me, core.data.wanted, has(core)))
+    elif (via := core.next_hop(dealer)) and core.now >= core.data.lease_again:
+        core.data.lease_from = via
+        core.data.lease_again = core.now + core.settings.refresh_s
+        core.send(via, Lease(core.me, min(core.data.wanted, MAX_WANTED), has(core)[:MAX_RANGES]))
+
+
+def want(core: Facts, sequences: int) -> None:
+    """Training wants so many sequences ahead; 0 if it has data of its own."""
+    core.data.wanted = sequences
+
+
+def consumed(core: Facts, units: Units) -> None:
+    """An inner step has learned from these."""
+    core.data.queue = difference(core.data.queue, units)
+    core.data.changed = True
+
+
+def adopted(core: Facts) -> None:
+    """The tip of the control fragment moved: its data needs nobody any more."""
+    f = core.control
+    core.data.queue = NONE if f.stale else difference(core.data.queue, f.tip.book.merged)
+    core.data.changed = True
+
+
+def give_back(core: Facts) -> None:
+    """Train on nothing that was dealt before."""
+    core.data.queue = NONE
+    core.data.changed = True
+
+
+def changed(core: Facts) -> None:
+    """What `has` says may have changed."""
+    core.data.changed = True
+
+
+def take_changed(core: Facts) -> bool:
+    """Return True if what `has` says may have changed since the last call."""
+    core.data.changed, before = False, core.data.changed
+    return before
 
 
 def _queue(core: Facts, new: Units) -> None:
-    core.queue, core.changed_data = union(core.queue, new), True
+    core.data.queue = union(core.data.queue, new)
+    core.data.changed = True
 
 
 def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     """The lowest sequences that are not in the model, and that nobody has."""
     f = core.control
-    if core.author_of(f) != core.me or f.behind() or not core.ready:
+    if core.author_of(f) != core.me or f.inbox.behind() or not core.life.ready:
         return NONE
     merged = f.tip.book.merged
     possible = ((0, (merged[-1][1] if merged else 0) + LEAP),)
-    said = [member.units for member in core.members.all() if member.peer != peer]
-    granted = ((units, until) for other, (units, until) in core.dealt.items() if other != peer)
+    theirs = [member.units for member in core.members.all() if member.peer != peer]
+    granted = ((units, until) for other, (units, until) in core.data.dealt.items() if other != peer)
     dealt = [units for units, until in granted if core.now < until]
-    named = (difference(one, gaps(possible)) for one in (its, *said, *dealt))
+    named = (difference(units, gaps(possible)) for units in (its, *theirs, *dealt))
     taken = union(merged, has(core), *named)
     new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
     if peer != core.me:
         until = inf if peer in core.members else core.now + pace.patience_s(core, f)
-        core.dealt[peer] = (union(its, new), until)
-        forget_oldest(core.dealt, MAX_PEERS)
+        core.data.dealt[peer] = (union(its, new), until)
+        forget_oldest(core.data.dealt, MAX_PEERS)
     return new
 
 
@@ -78,16 +116,17 @@ def answer(core: Facts, peer: str, message: Lease) -> None:
 
 def receive(core: Facts, peer: str, message: Dealt) -> None:
     """Data for this peer, which has asked for it once, or for one that asked by way of it."""
-    if message.peer == core.me and peer == core.lease_from:
+    if message.peer == core.me and peer == core.data.lease_from:
         new = difference(union(message.units), union(core.control.tip.book.merged, has(core)))
-        core.lease_from = ""
-        _queue(core, first(new, core.wanted))
+        core.data.lease_from = ""
+        _queue(core, first(new, core.data.wanted))
     elif message.peer in core.members:
         core.send(message.peer, message)
 
 
 def lost(core: Facts, peer: str) -> None:
     """A peer is gone from here; others may hear it, so what it was granted is kept for a while."""
-    if peer in core.dealt:
-        core.dealt[peer] = core.dealt[peer][0], core.now + pace.patience_s(core, core.control)
-    core.lease_again = core.now
+    if peer in core.data.dealt:
+        until = core.now + pace.patience_s(core, core.control)
+        core.data.dealt[peer] = core.data.dealt[peer][0], until
+    core.data.lease_again = core.now

@@ -6,7 +6,8 @@ slower merges the same contributions. Sans-IO; seconds.
 
 from __future__ import annotations
 
-from diloco.core.facts import Facts, FragmentState
+from diloco.core.facts import Facts
+from diloco.core.fragment import FragmentState
 from diloco.core.members import STALL_STEPS
 
 
@@ -15,7 +16,7 @@ def round_s(core: Facts, f: FragmentState) -> float:
     was learned in it."""
     times = sorted(f.adopted_at.values())
     versions_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-    cycle_s = core.cycle / core.steps_per_s if core.steps_per_s else 0.0
+    cycle_s = core.loop.cycle / core.loop.steps_per_s if core.loop.steps_per_s else 0.0
     return max(versions_s, cycle_s + f.sent_s)
 
 
@@ -30,7 +31,7 @@ def deadline_s(core: Facts, f: FragmentState) -> float:
 
 
 def will_end(core: Facts, f: FragmentState, peer: str) -> bool:
-    """Whether the payload of a contribution is arriving here, and will be in time at that rate."""
+    """Return True if the payload of a contribution arrives here, and at this rate in time."""
     transfer = f.transfers.get(peer)
     if transfer is None or core.now - transfer.moved_at > core.settings.stall_s:
         return False
@@ -39,8 +40,8 @@ def will_end(core: Facts, f: FragmentState, peer: str) -> bool:
 
 
 def is_under_way(core: Facts, f: FragmentState) -> bool:
-    """Whether nobody else has the tip, while versions are sent from here. With a quorum, what comes
-    meanwhile is merged together:
+    """Return True if nobody else has the tip, while versions are sent from here. With a quorum,
+    what comes meanwhile is merged together:
 
     1. On a thin link a version takes longer to send than an inner step takes. 2. The author's own
     contributions need no link, so it would make version after version of these alone. 3. Those of
@@ -49,19 +50,19 @@ def is_under_way(core: Facts, f: FragmentState) -> bool:
     since = core.now - patience_s(core, f)
     if any(member.tips.get(f.index) == f.tip.key for member in core.members.all()):
         return False
-    return any(at > since for at in f.served_at.values())
+    return any(at > since for at in f.outbox.served_at.values())
 
 
 def first_step_s(core: Facts) -> float:
     """How long a first step may take: where the others' take longer, ten of theirs."""
-    paces = [core.steps_per_s, *(member.status.steps_per_s for member in core.members.all())]
+    paces = [core.loop.steps_per_s, *(member.status.steps_per_s for member in core.members.all())]
     fastest = max(paces, default=0.0)
     return max(core.settings.first_step_s, STALL_STEPS / fastest if fastest else 0.0)
 
 
 def is_stalled(core: Facts, f: FragmentState) -> bool:
-    """Whether this peer makes no progress, as `Member.stalled` says of others."""
-    pace = core.steps_per_s
+    """Return True if this peer makes no progress, as `Member.stalled` says of others."""
+    pace = core.loop.steps_per_s
     limit_s = max(core.settings.stall_s, STALL_STEPS / pace) if pace else first_step_s(core)
     limit_s = max(limit_s, round_s(core, f) if core.waits else 0.0)
-    return not core.pauses and core.now - core.progress_at > limit_s
+    return not core.loop.pauses and core.now - core.progress_at > limit_s

@@ -1,5 +1,5 @@
-"""Rule 5. The author of the next version closes it when nobody is missing, or when enough
-contributions have been here for a while; it takes all to which the book does not object."""
+"""Rule 5 (`Closing`). The author of the next version closes it when nobody is missing, or when
+enough contributions have been here for a while; it takes all to which the book does not object."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from diloco.core import pace
-from diloco.core.events import Apply, Merge, Merged, Share
-from diloco.core.facts import Contribution, Facts, FragmentState, Moving
+from diloco.core.events import Merge, Merged, Share
+from diloco.core.facts import Facts
+from diloco.core.fragment import Contribution, FragmentState
 from diloco.core.history import follow
 from diloco.core.members import PAUSE_LIMIT_S, PAUSE_ROUNDS, Member
+from diloco.core.rules import pace, tips
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, overlaps, union
@@ -23,12 +24,12 @@ WAITING_S = 5.0  # with a quorum: who waits longer, and a quarter of a round, ma
 
 def close(core: Facts, f: FragmentState) -> None:
     """Make the next version, if it is time."""
-    settings, patience, now = core.settings, f.patience, core.now
-    busy = f.merge or f.moving or f.behind() or f.damaged or core.over(f.tip) or core.hands_over()
-    if busy or not core.ready:
+    settings, patience, now = core.settings, f.round.patience, core.now
+    moves = f.inbox.moving or f.inbox.behind() or f.inbox.damaged
+    if moves or f.round.merge or core.over(f.tip) or core.hands_over() or not core.life.ready:
         return
-    if now < f.merge_at:
-        return core.wake(f.merge_at)
+    if now < f.round.merge_at:
+        return core.wake(f.round.merge_at)
     here = {peer: item for peer, item in sorted(f.pool.items()) if not f.tip.objection(item.line)}
     chosen = _without_collisions(here, f.tip.head.id)
     since = f.adopted_at.get(f.tip.head.id, now)
@@ -40,20 +41,22 @@ def close(core: Facts, f: FragmentState) -> None:
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
     if not chosen or len(chosen) < need:
         return
-    f.quorum_at = now if f.quorum_at is None else f.quorum_at
+    if f.round.quorum[0] != f.tip.head.id:
+        f.round.quorum = (f.tip.head.id, now)
+    quorum_at = f.round.quorum[1]
     if settings.quorum is not None and pace.is_under_way(core, f):
         return core.wake(_next_look(core, f))
     round_s = pace.round_s(core, f)
     pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
-    myself = core.me in missing and core.pauses and now - core.progress_at < pause_limit_s
-    if settings.barrier and (patience.pauses(missing, now - f.quorum_at, now, round_s) or myself):
-        f.quorum_at = now  # the wait begins when the pause has ended
+    myself = core.me in missing and core.loop.pauses and now - core.progress_at < pause_limit_s
+    if settings.barrier and (patience.pauses(missing, now - quorum_at, now, round_s) or myself):
+        f.round.quorum = (f.tip.head.id, now)  # the wait begins when the pause has ended
         return core.wake(_next_look(core, f))
     if settings.barrier:
         rounds_s = [_round_s(core, f, item) for item in chosen.values()]
-        closes_at = f.quorum_at + patience.wait_s(rounds_s)
+        closes_at = quorum_at + patience.wait_s(rounds_s)
     else:
-        closes_at = _grace_until(core, f.quorum_at, chosen)
+        closes_at = _grace_until(core, quorum_at, chosen)
     if missing and now < closes_at:
         return core.wake(closes_at)
     if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
@@ -76,7 +79,7 @@ def _next_look(core: Facts, f: FragmentState) -> float:
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:
     """Contributions of which no two have the same data; of two that have, a late one goes."""
     chosen, taken = dict[str, Contribution](), NONE
-    for peer, item in sorted(here.items(), key=lambda one: (one[1].line.base != tip, one[0])):
+    for peer, item in sorted(here.items(), key=lambda item: (item[1].line.base != tip, item[0])):
         if not overlaps(taken, item.line.units):
             chosen[peer], taken = item, union(taken, item.line.units)
     return dict(sorted(chosen.items()))
@@ -86,14 +89,14 @@ def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Me
     """Peers for which the version may wait: they train, make progress, and have nothing here."""
     passed = {*here, *core.shunned, *_stalled(core, f)}
     if core.settings.barrier:
-        passed |= f.patience.slow
+        passed |= f.round.patience.slow
     missing: dict[str, Member | None] = {}
     waiting_s = max(WAITING_S, pace.round_s(core, f) / 4)
-    for one in core.members.all():
-        waits = one.status.waits and core.now - one.progress_at > waiting_s
-        passed_over = one.peer in passed or (waits and core.settings.quorum is not None)
-        if one.status.trains and not passed_over:
-            missing[one.peer] = one
+    for member in core.members.all():
+        waits = member.status.waits and core.now - member.progress_at > waiting_s
+        passed_over = member.peer in passed or (waits and core.settings.quorum is not None)
+        if member.status.trains and not passed_over:
+            missing[member.peer] = member
     if core.me not in passed and core.trains_now and not pace.is_stalled(core, f):
         missing[core.me] = None
     return missing
@@ -133,7 +136,7 @@ def _grace_until(core: Facts, quorum_at: float, chosen: Mapping[str, Contributio
     if not settings.grace_slack:
         return quorum_at + settings.grace_s
     told = {member.peer: member.status.steps_per_s for member in core.members.all()}
-    told[core.me] = core.steps_per_s
+    told[core.me] = core.loop.steps_per_s
     paces = ((item, told.get(peer, 0.0)) for peer, item in chosen.items())
     due_at = [item.captured_at + settings.overlap / pace for item, pace in paces if pace > 0]
     earliest = max(quorum_at, min(due_at, default=quorum_at))
@@ -150,15 +153,15 @@ def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None
         shares.append(Share(item.line, item.payload, weight, discount))
     delay = (settings.delay or core.num_trainers()) if settings.windowed else 1
     window = book.pushes, book.delay if book.pushes else delay
-    f.merge = Merge(f.index, head.id, head.number + 1, tuple(shares), *window)
-    core.out.append(f.merge)
+    f.round.merge = Merge(f.index, head.id, head.number + 1, tuple(shares), *window)
+    core.act(f.round.merge)
 
 
 def merged(core: Facts, event: Merged) -> None:
     """The update is made; in vain if the tip has moved, or another peer is the author by now."""
     f = core.fragments[event.fragment]
-    here, merge, f.merge = f.tip.head, f.merge, None
-    others = here.id != event.base or f.moving or core.author_of(f) != core.me
+    here, merge, f.round.merge = f.tip.head, f.round.merge, None
+    others = here.id != event.base or f.inbox.moving or core.author_of(f) != core.me
     if merge is None or others or core.over(f.tip):
         return
     left_out = event.left_out
@@ -168,19 +171,26 @@ def merged(core: Facts, event: Merged) -> None:
     )
     tokens = sum(line.tokens for line, weight in lines if weight)
     if event.update is None or not tokens:
-        f.merge_at = core.now + core.settings.refresh_s
+        f.round.merge_at = core.now + core.settings.refresh_s
         return
-    work, place = at_most(here.work + tokens, MAX_TOKENS), (f.index, merge.number, here.id)
-    update, state = event.digest, "0" * 64
-    head = Head(*place, core.me, core.heir(f), lines, merge.delay, work, update, state)
+    head = Head(
+        fragment=f.index,
+        number=merge.number,
+        prev=here.id,
+        author=core.me,
+        next=core.heir(f),
+        lines=lines,
+        delay=merge.delay,
+        work=at_most(here.work + tokens, MAX_TOKENS),
+        update=event.digest,
+        state="0" * 64,
+    )
     book, _ = follow(f.tip, head, core.settings.late, core.arithmetic)
-    f.moving = Moving(head, book, event.update, own=True)
-    pushes = f.tip.book.pushes
-    core.out.append(Apply(f.index, head, book, event.update, inf, pushes, own=True))
+    tips.move_own(core, f, head, book, event.update)
 
 
 def weights(kind: str, lines: Sequence[Line]) -> list[float]:
-    """What contributions weigh (`outer.weights`), at most twice their median, over the weight of
+    """Weights of contributions (`outer.weights`), at most twice their median, over the weight of
     the first: equal ones weigh 1, so that sums of 4- and 8-bit payloads are exact in fp32."""
     match kind:
         case "tokens":
@@ -190,5 +200,5 @@ def weights(kind: str, lines: Sequence[Line]) -> list[float]:
         case _:
             raw = [1.0 for _ in lines]
     most = HEAVIEST * statistics.median(raw)
-    capped = [min(one, most) for one in raw]
-    return [one / capped[0] for one in capped]
+    capped = [min(weight, most) for weight in raw]
+    return [weight / capped[0] for weight in capped]

@@ -16,10 +16,11 @@ from diloco.core.settings import Identity, ProtocolSettings
 from diloco.messages.base import Message
 from diloco.messages.control import Planned
 from diloco.messages.fields import MAX_BYTES, MAX_TOKENS, Units, at_most, forget_oldest
-from diloco.messages.heads import Head, Key, Line
+from diloco.messages.heads import Head, Key, Line, digest
 from diloco.ranges import NONE
 
 MOST_SHUNNED = 1024
+MOST_SIGNED = 1024  # signatures that were right: a contribution comes as offer, payload and line
 SHUNNED = 8  # times the patience for an author, or for what it gives: how long it is passed over
 CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
@@ -92,6 +93,7 @@ class Facts:
     made_step: bool = True  # since the last head was told
     shunned: dict[str, float] = field(default_factory=dict)  # authors passed over, until when
     out: list[Action] = field(default_factory=list)  # for the owner
+    _signed: dict[str, None] = field(default_factory=dict)
     _wakes: set[float] = field(default_factory=set)
 
     @classmethod
@@ -204,7 +206,13 @@ class Facts:
     def signed_by(self, signed: Line | Head, peer: str) -> bool:
         """Return True if that peer has signed it, for this run."""
         content = self.identity.run_id.encode() + signed.content
-        return self.identity.signer.verify(peer, content, signed.signature)
+        check = digest("signed", peer, signed.signature, content)
+        if check not in self._signed and self.identity.signer.verify(
+            peer, content, signed.signature
+        ):
+            self._signed[check] = None
+            forget_oldest(self._signed, MOST_SIGNED)
+        return check in self._signed
 
     def begin(self, now: float) -> None:
         """Begin a turn: no action is due yet."""

@@ -70,6 +70,7 @@ class Promises(Swarm):
             self.bases[peer.name, f.index] = f.learned.base
 
     def check(self, peer: Peer) -> None:
+        super().check(peer)
         name, stamps = peer.name, self.learned[peer.name]
         for f in peer.facts.fragments:
             head, before = f.tip.head, self.seen[name, f.index]

@@ -6,9 +6,11 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 
-from diloco.core.fragment import NEXT, FragmentState
+from diloco.core.facts import Facts
+from diloco.core.fragment import NEXT
 from tests.support.places import PACKAGE
 
 CORE = PACKAGE / "core"
@@ -101,16 +103,18 @@ def written_outside() -> list[str]:
     ]
 
 
-States = tuple[Enum, ...]
+class States:
+    """The states of the fragments of all peers, and that they change as `NEXT` says."""
 
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Facts, list[tuple[Enum, ...]]]] = {}
 
-def states_of(f: FragmentState) -> States:
-    """The states of a fragment's parts."""
-    return f.inbox.state, f.round.state(f.tip.head.id), f.learned.state
-
-
-def forbidden(before: States, after: States) -> str:
-    """A change of state that `NEXT` does not have; empty if there is none."""
-    pairs = zip(before, after, strict=True)
-    wrong = [(old, new) for old, new in pairs if new is not old and new not in NEXT[old]]
-    return ", ".join(f"{old} became {new}" for old, new in wrong)
+    def follow(self, facts: Facts) -> None:
+        """A turn of a peer is over; `AssertionError` if a state does not follow another one."""
+        states = [
+            (f.inbox.state, f.round.state(f.tip.head.id), f.learned.state) for f in facts.fragments
+        ]
+        _, before = self._before.get(id(facts), (facts, states))
+        self._before[id(facts)] = facts, states
+        for old, new in zip(chain(*before), chain(*states), strict=True):
+            assert new is old or new in NEXT[old], f"{old} became {new}"

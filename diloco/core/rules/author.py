@@ -4,7 +4,7 @@ enough contributions have been here for a while; it takes all to which the book 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from diloco.core.events import Merge, Merged, Share
@@ -15,7 +15,7 @@ from diloco.core.members import PAUSE_LIMIT_S, PAUSE_ROUNDS, Member
 from diloco.core.rules import pace, tips
 from diloco.messages.fields import MAX_LINES, MAX_TOKENS, at_most
 from diloco.messages.heads import Head, Line
-from diloco.ranges import NONE, overlaps, union
+from diloco.ranges import NONE, count, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
 LOOKS = 100  # in a round, whether a wait has ended of which nobody says so
@@ -36,7 +36,8 @@ def close(core: Facts, f: FragmentState) -> None:
     patience.forgive(
         [member.peer for member in core.members.all() if member.resumed_at > since], now
     )
-    missing = _missing(core, f, here)
+    stalled = _stalled(core, f)
+    missing = _missing(core, f, {*here, *stalled})
     total = len(chosen) + len(missing)
     need = -(-total // 2) if settings.quorum is None else min(settings.quorum, total)
     if not chosen or len(chosen) < need:
@@ -63,7 +64,7 @@ def close(core: Facts, f: FragmentState) -> None:
         return core.wake(_next_look(core, f))
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
-    patience.slow |= _stalled(core, f) - here.keys()
+    patience.slow |= stalled - here.keys()
     if missing:
         core.note("missing", fragment=f.index, peers=sorted(missing))
     _merge(core, f, list(chosen.values())[:MAX_LINES])
@@ -78,6 +79,9 @@ def _next_look(core: Facts, f: FragmentState) -> float:
 
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:
     """Contributions of which no two have the same data; of two that have, a late one goes."""
+    units = [item.line.units for item in here.values()]
+    if count(union(*units)) == sum(map(count, units)):  # else it takes the square of the peers
+        return dict(here)
     chosen, taken = dict[str, Contribution](), NONE
     for peer, item in sorted(here.items(), key=lambda item: (item[1].line.base != tip, item[0])):
         if not overlaps(taken, item.line.units):
@@ -85,9 +89,10 @@ def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str,
     return dict(sorted(chosen.items()))
 
 
-def _missing(core: Facts, f: FragmentState, here: Iterable[str]) -> dict[str, Member | None]:
-    """Peers for which the version may wait: they train, make progress, and have nothing here."""
-    passed = {*here, *core.shunned, *_stalled(core, f)}
+def _missing(core: Facts, f: FragmentState, passed: set[str]) -> dict[str, Member | None]:
+    """Peers for which the version may wait: they train, and none of them is to be `passed` over, as
+    it has something here, or makes no progress."""
+    passed |= core.shunned.keys()
     if core.settings.barrier:
         passed |= f.round.patience.slow
     missing: dict[str, Member | None] = {}

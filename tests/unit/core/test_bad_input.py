@@ -13,7 +13,7 @@ from diloco.messages.bulk import Get
 from diloco.messages.control import Answer, Dealt, Lease, Offer, Status
 from diloco.messages.fields import MAX_COUNT, MAX_FRAGMENTS, MAX_TOKENS
 from diloco.messages.heads import Entry, Head
-from tests.support.core import line_of
+from tests.support.core import ME, OTHER, core, line_of
 from tests.support.fake_tensors import RUN, Signer, gradient, hexed
 from tests.support.swarm_without_tensors import Peer, begun
 
@@ -235,3 +235,25 @@ def test_what_others_say_is_kept_within_bounds() -> None:
     for number in range(2000):
         author.facts.shun(f"x{number}", 1e9)
     assert len(author.facts.shunned) <= 1024
+
+
+def test_a_signature_that_is_right_is_checked_once_and_a_wrong_one_each_time() -> None:
+    """A contribution comes as an offer, as a payload and in a head."""
+    peer = core()
+    checks = list[str]()
+    identity = peer.facts.identity
+
+    class Counted(Signer):
+        def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
+            checks.append(peer)
+            return super().verify(peer, content, signature)
+
+    peer.facts.identity = replace(identity, run_id=RUN, signer=Counted(ME))
+    line = line_of(OTHER, base=peer.facts.control.tip.head.id)
+    assert peer.facts.signed_by(line, OTHER) and peer.facts.signed_by(line, OTHER)
+    assert len(checks) == 1
+    for changed in (altered(line, tokens=2), altered(line, signature=b"")):
+        assert not peer.facts.signed_by(changed, OTHER)
+        assert not peer.facts.signed_by(changed, OTHER)
+    assert not peer.facts.signed_by(line, ME), "it is another peer's"
+    assert len(checks) == 6

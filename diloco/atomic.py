@@ -1,4 +1,4 @@
-"""Replaces a file as a whole."""
+"""Atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replaces the file `path`: a reader sees the old or the new content, also after a crash.
+    """Replace the file `path`: a reader sees the old or the new content, also after a crash.
 
-    The new content is written beside it under a random name that must not exist, for a link that
-    somebody else made would lead the write elsewhere. Raises OSError; the old content stays then.
+    The new content is written beside it, under a random name that must not exist: a link there
+    would lead the write elsewhere. Raises OSError; the old content stays then.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:

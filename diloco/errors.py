@@ -1,4 +1,4 @@
-"""Everything that can go wrong for a user, with the exit code it ends in.
+"""The errors that a user can meet, with the exit code of each.
 
     DilocoError            1   base; never raised itself
     ├── ConfigError        2   bad configuration, arguments, or an unusable directory
@@ -41,7 +41,7 @@ class DataError(ConfigError):
 
 
 class TermsError(DataError):
-    """The hub has it for those who accept its terms."""
+    """A gated repository on the hub: its terms have to be accepted first."""
 
 
 class CheckpointError(ConfigError):
@@ -55,11 +55,11 @@ class SwarmError(DilocoError):
 
 
 class JoinError(SwarmError):
-    """A program of somebody else's could not join."""
+    """A user's own program could not join."""
 
 
 class DivergedError(DilocoError):
-    """Training diverged; going on would waste everybody's compute."""
+    """Training diverged; going on would waste every peer's compute."""
 
     exit_code = 4
 

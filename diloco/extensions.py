@@ -37,7 +37,7 @@ _Extension = TypeVar("_Extension", bound=type)
 
 
 def register(cls: _Extension) -> _Extension:
-    """Make a class known by its `name`; a class decorator.
+    """Register a class under its `name`; a class decorator.
 
     It is an `OuterOptimizer`, a `MergeRule`, a `Codec`, a `DataSource`, or a
     `torch.optim.Optimizer` that is made with parameter groups and the settings of `inner`.
@@ -88,8 +88,8 @@ def _registry_of(cls: type) -> Registry[Any]:
 
 
 def _wrong_push(cls: type[OuterOptimizer]) -> str | None:
-    """Why the coefficients of `Linear` do not say what a push does; None if they do, or if it has a
-    transition."""
+    """Return why `Linear`'s coefficients do not describe a push; None if they do, or if the class
+    has a transition."""
     if cls.transition is not OuterOptimizer.transition:
         return None
     one = cls(OuterConfig(method="diloco", sync_every=1))
@@ -112,7 +112,7 @@ def _wrong_push(cls: type[OuterOptimizer]) -> str | None:
 
 
 def _wrong_codec(codec: Codec) -> str | None:
-    """What of the contract of codecs it breaks, with the remedy; None if nothing."""
+    """Return the rule of codecs that it breaks, with the remedy; None if it breaks none."""
     numel = 2 * BLOCK + 7
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)

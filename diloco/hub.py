@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what it has, files at one commit, and an upload."""
+"""The Hugging Face hub: look-ups, files at one commit, and an upload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_FILES = tuple(
 
 
 def check_reachable(key: str, kind: str, name: str, revision: str | None = None) -> None:
-    """Asks the hub once for the `kind` ('dataset' or 'model') `name`, the value of `key`.
+    """Ask the hub once for the `kind` ('dataset' or 'model') `name`, the value of `key`.
 
     The hub's own client would retry for 20 to 50 s without a network. In offline mode
     (HF_HUB_OFFLINE) nobody is asked. Raises DataError: no network, no such name or commit, or no
@@ -35,7 +35,7 @@ def check_reachable(key: str, kind: str, name: str, revision: str | None = None)
 
 
 def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
-    """The commit of a branch or a tag (by default the main branch); None if the hub says none."""
+    """Return the commit of a branch or a tag (by default the main branch); None if unknown."""
     with contextlib.suppress(Exception):  # whatever it is, a commit has to be typed
         commit: str | None = None if _offline() else _ask(kind, name, revision).sha
         return commit
@@ -45,10 +45,10 @@ def commit_of(kind: str, name: str, revision: str | None = None) -> str | None:
 def files_at(
     key: str, name: str, revision: str, files: Sequence[str], most_bytes: float = math.inf
 ) -> Path:
-    """The directory with the files of a model repository at a commit whose names match.
+    """Return the directory with the matching files of a model repository at a commit.
 
-    They are fetched if they are not here. Raises DataError if the hub does not have them, if they
-    are more than `most_bytes`, or if this machine has no space for them.
+    Fetches them if they are not in the cache. Raises DataError if the hub does not have them, if
+    they are more than `most_bytes`, or if this machine has no space for them.
     """
     import huggingface_hub
 
@@ -67,14 +67,14 @@ def files_at(
 
 
 def opened(path: str, mode: str) -> Any:
-    """A seekable file of the hub; `path` is datasets/OWNER/NAME@COMMIT/FILE, hf:// optional."""
+    """Open a seekable file of the hub; `path`: datasets/OWNER/NAME@COMMIT/FILE, hf:// optional."""
     import huggingface_hub
 
     return huggingface_hub.HfFileSystem().open(path, mode)
 
 
 def dataset_file(path: str) -> Path:
-    """The file hf://datasets/NAME@COMMIT/FILE, in the cache of the hub's library."""
+    """Fetch hf://datasets/NAME@COMMIT/FILE into the cache of the hub's library; return its path."""
     from huggingface_hub import hf_hub_download
 
     name, _, rest = path.removeprefix("hf://datasets/").partition("@")
@@ -83,7 +83,7 @@ def dataset_file(path: str) -> Path:
 
 
 def check_push(key: str, name: str) -> None:
-    """Raises DataError if `push` would fail at once: nobody is logged in, or a name is invalid."""
+    """Raise DataError if `push` would fail at once: not logged in, or an invalid name."""
     import huggingface_hub
     from huggingface_hub import utils
     from huggingface_hub.errors import HFValidationError
@@ -103,7 +103,7 @@ def check_push(key: str, name: str) -> None:
 
 
 def push(key: str, name: str, directory: Path, private: bool, message: str) -> str:
-    """Uploads a directory as the model repository `name`, made if missing; returns its address.
+    """Upload a directory as the model repository `name`, made if missing; return its address.
 
     `name` is the value of `key`. Raises DataError: the hub cannot be reached, or does not let this
     user write there.
@@ -166,7 +166,7 @@ def _ask(kind: str, name: str, revision: str | None, sizes: bool = False) -> Any
 
 
 def _refusal(key: str, kind: str, name: str, revision: str | None, error: Exception) -> DataError:
-    """What the hub's answer means for whoever typed the name, in one line."""
+    """Explain an error of the hub, in one line, to the user who typed the name."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -1,5 +1,4 @@
-"""What this package's own processes do with their terminal, their signals and their end; a user's
-program does none of it."""
+"""Terminal, signals and exit of this package's own processes; a user's program is left alone."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _DIRECTORY_ERRNOS = frozenset(
 
 
 def speak_plainly() -> None:
-    """From now on the terminal gets plain characters in place of those that it lacks."""
+    """Print plain characters in place of those that the terminal cannot show, from now on."""
     codecs.register_error("plain", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -37,7 +36,7 @@ def speak_plainly() -> None:
 
 
 class LastingStream:
-    """A stream whose terminal, or reader, may go away; what nobody can read goes nowhere then."""
+    """A stream that outlives its terminal or reader; what is written later is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,7 +60,7 @@ class LastingStream:
 
 
 def outlast_terminal() -> None:
-    """From now on nothing fails because nobody can read what is written to the terminal."""
+    """Drop output that has no reader any more, from now on, in place of errors."""
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), LastingStream):
             setattr(sys, name, LastingStream(stream))
@@ -75,7 +74,7 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
 
 
 def guard(function: Callable[[], int | None]) -> int:
-    """Runs `function` and returns the exit code of the process.
+    """Run `function` and return the exit code of the process.
 
     `DilocoError` and unusable directories (no space, no permission) print `diloco: error: <one
     line>` on stderr. A Ctrl+C that nobody handled ends with 5. Any other exception is a bug: its
@@ -113,7 +112,7 @@ def guard(function: Callable[[], int | None]) -> int:
 
 
 def in_utf8() -> None:
-    """Restarts this process in Python's UTF-8 mode for names of files, if the locale is ASCII."""
+    """Restart this process in Python's UTF-8 mode for names of files, if the locale is ASCII."""
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.environ.setdefault("PYTHONIOENCODING", "ascii")
@@ -121,7 +120,7 @@ def in_utf8() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process with an exit code; a rank of torchrun, or with a failed device, at once.
+    """End this process with an exit code; a rank of torchrun, or after a device failed, at once.
 
     A thread of torch's process group, or tensors of the device, may abort the usual end or hang it.
     """
@@ -133,7 +132,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of the output, such as `head`, has ended; later writes do not fail."""
+    """Return True if the reader of stdout, such as `head`, has ended; drops further output."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -149,7 +148,7 @@ def _complain(text: str) -> None:
 
 @contextmanager
 def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Calls `handler` for Ctrl+C, SIGTERM and SIGUSR1 inside the block; in the main thread only.
+    """Call `handler` on Ctrl+C, SIGTERM and SIGUSR1 inside the block; in the main thread only.
 
     SLURM announces with SIGUSR1 that a job will be ended, if it is asked to (--signal=USR1@120).
     """

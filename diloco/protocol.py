@@ -1,4 +1,4 @@
-"""What all rooms know of the protocol: its version, who may take part, and how long that may be."""
+"""Common terms of the protocol: its version, the roles of peers, and limits of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_REVOKED = 4096  # tokens, and as many peers; both together fill a third of a
 
 
 class Schedule:
-    """What follows from the settings that say when pseudo-gradients are exchanged."""
+    """Properties that follow from the settings of when pseudo-gradients are exchanged."""
 
     quorum: int | None
     staggered: bool
@@ -21,10 +21,10 @@ class Schedule:
 
     @property
     def barrier(self) -> bool:
-        """Whether a version waits for every live peer; else a quorum closes it."""
+        """True if a version waits for every live peer; else a quorum closes it."""
         return self.quorum is None
 
     @property
     def lockstep(self) -> bool:
-        """Whether all peers exchange all fragments at one barrier, and train not meanwhile."""
+        """True if all peers exchange all fragments at one barrier, and do not train meanwhile."""
         return self.barrier and not self.staggered and not self.overlap

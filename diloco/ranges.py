@@ -15,12 +15,12 @@ NONE: Ranges = ()
 
 
 def sound(ranges: Ranges) -> bool:
-    """Whether these ranges are a set."""
+    """Return True if these ranges are a set."""
     return union(ranges) == ranges
 
 
 def union(*parts: Iterable[tuple[int, int]]) -> Ranges:
-    """All numbers in any of the parts, whose ranges may overlap and have any order."""
+    """Return all numbers in any of the parts, whose ranges may overlap and have any order."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(chain(*parts)):
         if merged and start <= merged[-1][1]:
@@ -31,7 +31,7 @@ def union(*parts: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def difference(ranges: Ranges, without: Ranges) -> Ranges:
-    """Numbers of the first set that are not in the second."""
+    """Return the numbers of the first set that are not in the second."""
     left = []
     for start, stop in ranges:
         at = max(0, bisect_right(without, (start, start)) - 1)
@@ -47,17 +47,17 @@ def difference(ranges: Ranges, without: Ranges) -> Ranges:
 
 
 def overlaps(one: Ranges, other: Ranges) -> bool:
-    """Whether any number is in both."""
+    """Return True if any number is in both."""
     return bool(one and other) and difference(one, other) != one
 
 
 def count(ranges: Ranges) -> int:
-    """How many numbers these are."""
+    """Count the numbers in a set."""
     return sum(stop - start for start, stop in ranges)
 
 
 def first(ranges: Ranges, number: int) -> Ranges:
-    """So many of these, from the lowest on."""
+    """Return the lowest `number` numbers of a set."""
     kept = []
     for start, stop in ranges:
         if number > 0:
@@ -67,5 +67,5 @@ def first(ranges: Ranges, number: int) -> Ranges:
 
 
 def gaps(ranges: Ranges) -> Ranges:
-    """The endless rest, up to the largest number there may be."""
+    """Return all other numbers, up to the largest number allowed."""
     return difference(((0, 2**50),), ranges)

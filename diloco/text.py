@@ -24,18 +24,18 @@ _TOKEN = re.compile(
 
 
 def expanded(path: str | Path) -> Path:
-    """The path that a shell makes of `~`; none does behind `key=`, in YAML and in Python."""
+    """Expand `~` as a shell does; a shell leaves it alone behind `key=`, and YAML and Python do."""
     return Path(os.path.expanduser(path))
 
 
 def small_text(path: Path, most_bytes: int = 1 << 16) -> str:
-    """The text of a small file; raises OSError."""
+    """Read a small file as text; raises OSError."""
     with expanded(path).open("rb") as file:
         return decoded(file.read(most_bytes))
 
 
 def decoded(raw: bytes) -> str:
-    """Text from somebody's editor: UTF-8 or UTF-16, with or without a mark at its beginning."""
+    """Decode text of any editor: UTF-8 or UTF-16, with or without a byte order mark."""
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")
     unmarked = "utf-16-be" if raw[::2].count(0) > raw[1::2].count(0) else "utf-16-le"
@@ -43,13 +43,13 @@ def decoded(raw: bytes) -> str:
 
 
 def masked(text: str) -> str:
-    """The text without what may be a part of an invitation or a key."""
+    """Hide what may be a part of an invitation or a key."""
     text = _TOKEN.sub(lambda found: f"{found[1] or ''}(hidden)", text)
     return _WORD.sub(lambda found: "(hidden)" if _is_random(found[0]) else found[0], text)
 
 
 def _is_random(word: str) -> bool:
-    """Whether capitals, small letters and digits change as in base64, and not as in names."""
+    """Return True if capitals, small letters and digits change as in base64, not as in names."""
     if re.fullmatch(r"12D3Koo\w{,45}|Qm\w{,44}", word):  # a peer id
         return False
     kinds = [one.isupper() - one.islower() for one in word if one.isalnum()]
@@ -60,18 +60,18 @@ def _is_random(word: str) -> bool:
 
 
 def plain(value: object) -> str:
-    """Printable text on one line: what a peer sent can neither move a cursor nor break a line."""
+    """Return printable text on one line: a peer's text cannot move a cursor or break a line."""
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
 def one_line(error: BaseException) -> str:
-    """The text of another library's exception, on one line and at most 300 characters long."""
+    """Return the text of another library's exception, on one line of at most 300 characters."""
     text = masked(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` bars, means of equal shares of `values` scaled from lowest to highest."""
+    """Return at most `width` bars: means of equal shares of `values`, scaled to their range."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -83,18 +83,18 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """1, "peer" -> "1 peer"; 2 -> "2 peers"."""
+    """Format 1, "peer" as "1 peer"; 2 as "2 peers"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def human_bytes(count: float | None) -> str:
-    """1234567 -> "1.2 MB" (powers of 1000)."""
+    """Format 1234567 as "1.2 MB" (powers of 1000)."""
     number, unit = _scaled(count)
     return f"{number} {unit}B" if number else "-"
 
 
 def human_count(count: float | None) -> str:
-    """4100 -> "4.1k"."""
+    """Format 4100 as "4.1k"."""
     return "".join(_scaled(count)) or "-"
 
 
@@ -109,9 +109,9 @@ def _scaled(count: float | None) -> tuple[str, str]:
 
 
 def rate_bytes(text: str) -> float:
-    """`50Mbit`, `1.5 Gbit/s`, `20Mbps` or `6MB/s` in bytes per second.
+    """Convert `50Mbit`, `1.5 Gbit/s`, `20Mbps` or `6MB/s` to bytes per second.
 
-    Raises `ValueError` that says what to write, also for a number without a unit.
+    Raises `ValueError` with what to write, also for a number without a unit.
     """
     found = _RATE.fullmatch(text)
     if found is None or not (number := Decimal(found[1])):
@@ -125,7 +125,7 @@ def rate_bytes(text: str) -> float:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """6.25e6 -> "50 Mbit/s", which `rate_bytes` reads as exactly this number."""
+    """Format 6.25e6 as "50 Mbit/s", which `rate_bytes` reads as exactly this number."""
     number, unit = _exact(Decimal(repr(8 * bytes_per_s)))
     return f"{number} {unit}bit/s"
 
@@ -136,7 +136,7 @@ def _exact(number: Decimal) -> tuple[str, str]:
 
 
 def human_seconds(seconds: float) -> str:
-    """3725 -> "1:02:05"."""
+    """Format 3725 as "1:02:05"."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

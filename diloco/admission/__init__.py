@@ -1,4 +1,4 @@
-"""Who may take part in a closed run. Signatures alone decide: there is no server and no list.
+"""Admission to a closed run. Signatures alone decide: there is no server and no list of members.
 
 Two machines can use the same token until a peer has seen both credentials; from then on it refuses
 the second. All peers connect to each other, which makes this time short.

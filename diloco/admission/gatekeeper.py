@@ -26,14 +26,13 @@ _REVOKED = "the owner of the run has revoked the invitation of this peer; ask fo
 
 
 class Memory:
-    """Whom a peer refuses, kept over restarts in a file of its own for each run.
+    """The peers that a peer refuses, kept over restarts in a file of its own for each run.
 
     `revoked` is the newest list of the run's owner, `users` the first peer that used a token, by
-    the token's id, `seal` that of the manifest, "" while nobody has shown it. A damaged file is a
-    ConfigError; one that cannot be written is a warning, and the run goes on.
+    the token's id, `seal` that of the manifest, "" while no peer has shown it. A damaged file is a
+    ConfigError; a file that cannot be written is a warning, and the run goes on.
 
-    `scope` is run id, and its key or the hash of its manifest; a file of another one counts as
-    none.
+    `scope` is run id, and its key or the hash of its manifest; a file of another scope is ignored.
     """
 
     def __init__(self, path: Path | None = None, scope: str = "") -> None:
@@ -66,12 +65,12 @@ class Memory:
 
 
 class Admission:
-    """One peer's record of who has been admitted to the run of `token`, this peer's own invitation.
+    """A peer's record of the peers admitted to the run of `token`, this peer's own invitation.
 
     A peer is admitted by a valid credential, until the credential expires or is revoked. A `public`
-    run also admits who shows none, as contributor, until its identity is revoked; a peer that is
-    one itself has no token, and names the run by key and id. Untrusted input never raises: `admit`
-    returns a reason to refuse, `revoke` returns False.
+    run also admits peers without one, as contributors, until their identity is revoked; a
+    contributor has no token itself, and names the run by key and id. Untrusted input never raises:
+    `admit` returns a reason to refuse, `revoke` returns False.
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class Admission:
 
     @property
     def unknown(self) -> str:
-        """Why a peer that has not greeted may do nothing, with the remedy."""
+        """The reason, with the remedy, to refuse everything to a peer that has not greeted."""
         if self.public:
             return "whoever contributes to this run greets first; call again"
         only = "this run admits invited peers only"
         return f"{only}; ask its owner for a link, or give swarm.token=@FILE"
 
     def admit(self, peer: str, text: str, now: float) -> str | None:
-        """Admit an authenticated peer by its credential; returns None, or why not."""
+        """Admit an authenticated peer by its credential; return None, or the reason to refuse."""
         credential = None
         if text:
             try:
@@ -120,7 +119,7 @@ class Admission:
         return reason
 
     def invited(self, peer: str) -> bool:
-        """Whether this peer ever showed an invitation to more than to look on."""
+        """Return True if this peer has ever used an invitation above the role of observer."""
         return peer in self.memory.users.values()
 
     def role_of(self, peer: str, now: float) -> Role | None:
@@ -130,7 +129,7 @@ class Admission:
         return _role(self._admitted[peer])
 
     def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
-        """Why this peer may not do `what`, which peers in these roles may do; None when it may."""
+        """Return why this peer may not do `what`, allowed to peers in `roles`; None if it may."""
         role = self.role_of(peer, now)
         if role is None:
             return self.unknown
@@ -140,7 +139,7 @@ class Admission:
         return f"an invitation for role {role} does not allow {what}; {other}"
 
     def expel(self, now: float) -> dict[str, str]:
-        """Remove all peers whose credential has expired or was revoked; the reasons by peer."""
+        """Remove peers whose credential has expired or was revoked; return the reasons by peer."""
         reasons = {peer: self._lapsed(peer, shown, now) for peer, shown in self._admitted.items()}
         out = {peer: reason for peer, reason in reasons.items() if reason is not None}
         for peer in out:
@@ -148,7 +147,7 @@ class Admission:
         return out
 
     def revoke(self, revoked: Revoked) -> bool:
-        """Adopt a revocation list if the owner signed it and it is newer; returns whether."""
+        """Adopt a revocation list if the owner signed it and it is newer; return True if so."""
         is_newer = revoked.number > self.revoked.number
         if not is_newer or not revoked.signed_by(self.run_key, self.run_id):
             return False
@@ -157,7 +156,7 @@ class Admission:
         return True
 
     def lapsed(self, me: str, now: float) -> str | None:
-        """Why this peer is no longer admitted itself; None while it is."""
+        """Return why this peer itself is no longer admitted; None while it is."""
         return self._lapsed(me, self.token, now)
 
     def _objection(self, peer: str, credential: Credential, now: float) -> str | None:
@@ -177,7 +176,7 @@ class Admission:
         return self._lapsed(peer, credential, now) or self._taken(peer, credential.role, grant)
 
     def _taken(self, peer: str, role: Role, grant: Grant) -> str | None:
-        """Why another peer has the token, which becomes this one's, unless it only looks on."""
+        """Return an objection if another peer uses the token; else record this peer as its user."""
         users = self.memory.users
         if grant.role != "observer" and users.get(grant.token_id, peer) != peer:
             ask = "ask for one for this peer, or for one to observe"

@@ -38,7 +38,7 @@ _GRANT_CONTEXT, _PROOF_CONTEXT = b"diloco grant\0", b"diloco credential\0"
 
 @dataclass(frozen=True)
 class Grant:
-    """What the owner of a run allows to the holder of the private half of `invitation_key`."""
+    """The rights that a run's owner gives to the holder of the private `invitation_key`."""
 
     run_key: bytes  # public, 32 bytes
     invitation_key: bytes  # public, 32 bytes
@@ -50,12 +50,12 @@ class Grant:
 
     @property
     def token_id(self) -> str:
-        """Its name in lists and logs: 16 hexadecimal digits."""
+        """The grant's name in lists and logs: 16 hexadecimal digits."""
         return self.invitation_key[:8].hex()
 
     @property
     def signed(self) -> bool:
-        """Whether `run_key` signed it."""
+        """True if `run_key` signed the grant."""
         return verify(self.run_key, _GRANT_CONTEXT + self._body(), self.signature)
 
     def _body(self) -> bytes:
@@ -64,12 +64,12 @@ class Grant:
         return head + _short(self.run_id) + _short(self.peer)
 
     def to_bytes(self) -> bytes:
-        """With the signature."""
+        """Encode the grant, with the signature."""
         return self._body() + self.signature
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> tuple[Grant, bytes]:
-        """The grant at the start of untrusted bytes, not yet verified, and the bytes behind it."""
+        """Decode the grant at the start of untrusted bytes, unverified; also return the rest."""
         if not raw:
             raise PayloadError("it is empty")
         if len(raw) < _HEAD.size or raw[0] != VERSION:
@@ -88,14 +88,15 @@ class Grant:
 
 @dataclass(frozen=True)
 class Credential:
-    """A grant in the use of one peer: for one role, at most the grant's, and for one identity."""
+    """A grant as used by one peer: for one role, at most the grant's, and for one identity."""
 
     grant: Grant
     role: Role
     proof: bytes
 
     def proves(self, peer: str) -> bool:
-        """Whether both signatures are valid, and the invitation key signed this peer's id."""
+        """Return True if both signatures are valid, that of the invitation key for this peer's
+        id."""
         proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
         lower = ROLES.index(self.role) >= ROLES.index(self.grant.role)
         return proven and self.grant.signed and lower
@@ -105,7 +106,7 @@ class Credential:
 
     @classmethod
     def from_text(cls, text: str) -> Credential:
-        """Reads untrusted text and verifies no signature. `PayloadError` says what is wrong."""
+        """Read untrusted text and verify no signature. `PayloadError` describes a fault."""
         grant, rest = Grant.from_bytes(_from_text(text))
         if len(rest) != 1 + SIGNATURE_BYTES or rest[0] >= len(ROLES):
             raise PayloadError("it has the wrong length")
@@ -126,13 +127,13 @@ class Token:
         return _to_text(self.grant.to_bytes() + self._seed)
 
     def credential(self, peer: str, role: Role | None = None) -> str:
-        """Text of a `Credential`, in the token's role or in a less powerful one."""
+        """Return the text of a `Credential`, in the token's role or in a less powerful one."""
         role = role or self.grant.role
         return Credential(self.grant, role, _key(self._seed).sign(_proof_of(role, peer))).to_text()
 
     @classmethod
     def from_text(cls, text: str, where: str = "") -> Token:
-        """Reads a token that a user typed; a `ConfigError` does not repeat it."""
+        """Read a token that a user typed; a `ConfigError` does not repeat it."""
         try:
             grant, seed = Grant.from_bytes(_from_text(text))
         except PayloadError as error:
@@ -146,7 +147,7 @@ class Token:
 
     @classmethod
     def read(cls, setting: str) -> Token:
-        """Reads the value of `swarm.token`: a token, or `@FILE`, a file with it or with a link."""
+        """Read the value of `swarm.token`: a token, or `@FILE`, a file with it or with a link."""
         if not setting.startswith("@"):
             return cls.from_text(setting)
         path = Path(setting[1:])
@@ -165,7 +166,7 @@ class Token:
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:
-    """A new invitation to a run; `ConfigError` if the run id or the peer id is not one."""
+    """Issue an invitation to a run; `ConfigError` if the run id or the peer id is invalid."""
     if not _RUN_ID.fullmatch(run_id):
         expected = "1 to 64 letters, digits, '.', '_' or '-'"
         raise ConfigError(f"--run={run_id} is no run id; expected {expected}")

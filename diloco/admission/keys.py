@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 4096
 
 
 class RunKey:
-    """The private half. Who has the file can invite and revoke; a run cannot change its key."""
+    """The private half. Its holder can invite and revoke; a run cannot change its key."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -43,16 +43,16 @@ class RunKey:
         return self._private.public_key().public_bytes_raw()
 
     def sign(self, what: bytes) -> bytes:
-        """The signature, 64 bytes; equal content has equal signatures."""
+        """Return the signature, 64 bytes; equal content has equal signatures."""
         return self._private.sign(what)
 
     def seal(self, run_id: str, manifest_hash: str) -> str:
-        """The signature (hex) by which peers know that a manifest is the owner's."""
+        """Return the signature (hex) by which peers know that a manifest is the owner's."""
         return self.sign(_content("manifest", run_id, manifest_hash)).hex()
 
     @classmethod
     def create(cls, path: Path) -> RunKey:
-        """A new key, in a new file that only its owner can read; raises ConfigError."""
+        """Create a key in a new file that only its owner can read; raises ConfigError."""
         key = cls(new_key())
         kinds = serialization
         text = key._private.private_bytes(
@@ -63,7 +63,7 @@ class RunKey:
 
     @classmethod
     def read(cls, path: Path, setting: str = "swarm.key_path") -> RunKey:
-        """The key in a file that `create` (or openssl) wrote; a `ConfigError` names `setting`."""
+        """Read a key that `create` (or openssl) wrote; a `ConfigError` names `setting`."""
         try:
             with path.open("rb") as file:
                 check_private(file, path, setting)
@@ -90,12 +90,12 @@ def write_private(path: Path, content: bytes, what: str) -> None:
 
 
 def new_key() -> Ed25519PrivateKey:
-    """A new key from the system's random numbers."""
+    """Create a key from the system's random numbers."""
     return Ed25519PrivateKey.generate()
 
 
 def check_private(file: IO[Any], path: Path, setting: str) -> None:
-    """`ConfigError` if others can read a secret of ours; a warning where files have no modes."""
+    """Raise `ConfigError` if others can read our secret; warn where files have no modes."""
     status = os.fstat(file.fileno())
     if status.st_uid != os.getuid() or not status.st_mode & 0o077:
         return
@@ -116,7 +116,7 @@ def _warn_of(folder: Path) -> None:
 
 
 def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> bool:
-    """Whether the owner of the run signed the manifest with this hash; `seal` may be any text."""
+    """Return True if the run's owner signed the manifest with this hash; `seal` may be any text."""
     return _signed(run_key, _content("manifest", run_id, manifest_hash), seal)
 
 
@@ -128,7 +128,7 @@ def _signed(public: bytes, what: bytes, digits: str) -> bool:
 
 
 def verify(public: bytes, what: bytes, signature: bytes) -> bool:
-    """Whether `signature` is valid for `what`. All three may be arbitrary bytes."""
+    """Return True if `signature` is valid for `what`. All three may be arbitrary bytes."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, what)
     except (InvalidSignature, ValueError):
@@ -149,7 +149,7 @@ class Revoked:
     def of(
         cls, number: int, token_ids: Iterable[str], peer_ids: Iterable[str], signature: str
     ) -> Revoked:
-        """A list as somebody has written it."""
+        """Return a list as it was read, unverified."""
         tokens, peers = tuple(map(str, token_ids)), tuple(map(str, peer_ids))
         return cls(int(number), tokens, peers, str(signature))
 
@@ -162,7 +162,7 @@ class Revoked:
         token_ids: Iterable[str],
         peer_ids: Iterable[str],
     ) -> Revoked:
-        """A signed list with this number; `ConfigError` if it is too long."""
+        """Sign a list with this number; `ConfigError` if it is too long."""
         tokens, peers = tuple(sorted(set(token_ids))), tuple(sorted(set(peer_ids)))
         if max(len(tokens), len(peers)) > MAX_REVOKED:
             raise ConfigError(f"more than {MAX_REVOKED} are revoked; start a run with a new key")
@@ -177,13 +177,13 @@ class Revoked:
         peer_ids: Iterable[str],
         above: int = 0,
     ) -> Revoked:
-        """The list that replaces this one, and all that have numbers up to `above`."""
+        """Return a longer list, which replaces this one and all with numbers up to `above`."""
         tokens, peers = {*self.token_ids, *token_ids}, {*self.peer_ids, *peer_ids}
         return self.sign(key, run_id, 1 + max(self.number, above), tokens, peers)
 
     @classmethod
     def remembered(cls, key: RunKey, key_path: Path, run_id: str) -> Revoked:
-        """The list that `remember` wrote beside the key, signed again; else an empty one."""
+        """Return the list that `remember` wrote beside the key, signed anew; else an empty one."""
         content = _remembered(key_path).get(run_id)
         return cls() if content is None else cls.sign(key, run_id, *content)
 
@@ -198,12 +198,12 @@ class Revoked:
             raise ConfigError(f"{place} cannot be written: {error.strerror}; {remedy}") from None
 
     def signed_by(self, run_key: bytes, run_id: str) -> bool:
-        """Whether the owner of this run signed it."""
+        """Return True if the owner of this run signed the list."""
         content = _content("revoked", run_id, self.number, self.token_ids, self.peer_ids)
         return _signed(run_key, content, self.signature)
 
     def names(self, token_id: str, peer: str) -> bool:
-        """Whether the list has this token or this peer."""
+        """Return True if the list has this token or this peer."""
         return token_id in self.token_ids or peer in self.peer_ids
 
 
@@ -227,5 +227,5 @@ def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
 
 
 def _content(label: str, *what: object) -> bytes:
-    """What is signed; the label keeps signatures of one kind from being used as another."""
+    """Return the bytes to sign; the label keeps a signature of one kind from use as another."""
     return f"diloco {label}\0{json.dumps(what, separators=(',', ':'))}".encode()

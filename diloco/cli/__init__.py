@@ -1,7 +1,7 @@
-"""The `diloco` command: what its commands share, and the way from overrides to a configuration.
+"""Shared parts of the `diloco` commands: options, and composing overrides into a configuration.
 
-Here and in modules of commands, what takes longer to import than click is imported by functions: a
-help text waits neither for pydantic nor for torch, and a wrong setting not for torch.
+Modules of this folder import slow libraries inside functions, so that a help text loads neither
+pydantic nor torch, and a wrong setting is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Path(click.Path):
-    """A path, in which ~ is the home directory also where no shell has said so."""
+    """A path argument in which ~ is the home directory even where no shell has expanded it."""
 
     def convert(self, value: Any, *context: Any) -> Any:
         return super().convert(os.path.expanduser(value), *context)
@@ -57,7 +57,7 @@ class Command(click.Command):
 
 @dataclass(frozen=True)
 class Options:
-    """Overrides, where the other settings come from, and what of them to print and then stop."""
+    """Overrides of a command, the files below them, and what --cfg prints instead of running."""
 
     overrides: tuple[str, ...]
     base: Path | None = None
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def start(self) -> ConfigSource:
-        """What `compose` starts from."""
+        """Return the files and folders that `compose` starts from."""
         from diloco.config import ConfigSource
 
         return ConfigSource(self.base, self.folder)
@@ -82,11 +82,11 @@ class Options:
     def compose(
         self, given: Sequence[str] = (), starts: bool = False, together: bool = False
     ) -> Config:
-        """The configuration of the user's overrides and of those that the command adds.
+        """Compose the user's overrides and, after them, those `given` by the command.
 
-        `starts`: the command may begin a run, whose manifest has digests in place of files of this
-        machine. `together`: it is of `local.peers` peers. With --cfg it is printed, and the command
-        ends here.
+        `starts`: the command may begin a run, so digests replace the names of local files.
+        `together`: the configuration is for all `local.peers` peers. With --cfg it is printed, and
+        the command exits.
         """
         from diloco.config import compose
 
@@ -112,7 +112,7 @@ class Options:
         return config
 
     def _print(self, config: Config) -> None:
-        """Prints what --cfg asks for."""
+        """Print what --cfg asks for."""
         from diloco.config.compose import cfg_text
 
         if self.cfg == "manifest":
@@ -138,7 +138,7 @@ OPTIONS = (
 
 
 def configured(function: Function) -> Function:
-    """Adds what every command that takes a configuration has; the function gets `options`."""
+    """Add OVERRIDES, --cfg and its like to a command; the function gets them as `options`."""
 
     @wraps(function)
     def collected(**arguments: Any) -> Any:
@@ -151,7 +151,7 @@ def configured(function: Function) -> Function:
 
 
 def _from_stdin(override: str) -> str:
-    """`swarm.token=-` with the token on stdin, where no other user of this machine sees it."""
+    """Replace `swarm.token=-` by a token from stdin, which no other user can see."""
     if override != "swarm.token=-":
         return override
     from diloco.config.address import line_of_stdin
@@ -161,7 +161,7 @@ def _from_stdin(override: str) -> str:
 
 
 def split_address(address: str | None, options: Options) -> tuple[str | None, Options]:
-    """ADDRESS and options, where the first argument may have been an override already."""
+    """Return ADDRESS and options; an ADDRESS that is an override is moved to the options."""
     if address is not None and re.match(r"[+]*\w[\w./@]*=", address):
         return None, replace(options, overrides=(address, *options.overrides))
     return address, options
@@ -170,9 +170,9 @@ def split_address(address: str | None, options: Options) -> tuple[str | None, Op
 def guest_arguments(
     address: str, options: Options, allowed: Sequence[str] = ()
 ) -> tuple[Address, list[str]]:
-    """The ADDRESS of a swarm, and settings to add: the token of a link, and `data=text` for text.
+    """Parse ADDRESS; return it, and the overrides that the token of a link and data.path imply.
 
-    `ConfigError` for a damaged address, and for typed settings of the run that are not `allowed`.
+    Raises `ConfigError` for a damaged address, and for settings of the run that are not `allowed`.
     """
     from diloco.config import Manifest
     from diloco.config.address import Address

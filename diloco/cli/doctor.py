@@ -59,7 +59,7 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
 
 
 def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
-    """Checks this machine and a swarm; returns the exit code, 2 for failures here, 3 there."""
+    """Check this machine and a swarm; return 0, 2 for failures here, or 3 for failures there."""
     from rich.console import Console
     from rich.text import Text
 
@@ -92,7 +92,7 @@ def run(config: Config, address: Address | None, as_json: bool, typed: Collectio
 
 @dataclass(frozen=True)
 class Check:
-    """One line of output; `verdict` is ok, warning or failed, `swarm`: not this machine's fault."""
+    """One line of output; `verdict` is ok, warning or failed; `swarm`: the swarm is at fault."""
 
     name: str
     verdict: str
@@ -117,7 +117,7 @@ class Doctor:
     _found: SwarmInfo | None = None
 
     def checks(self) -> Iterator[Check]:
-        """Yields each result as soon as it is known."""
+        """Yield each result as soon as it is known."""
         yield self._check("python", self._python)
         if self.addresses:
             yield self._check("swarm", self._swarm)

@@ -93,7 +93,7 @@ def join(address: str | None, yes: bool, options: Options) -> int:
 
 
 def _shown(view: LiveView) -> Listener:
-    """Shows the training loop's messages, and when the first contribution is in the model."""
+    """Return a listener that shows reports, and the merge of the first contribution."""
     from diloco.rundir.reporting import PeerStatus, Ready, Report, Stage
 
     arrived, discarded = False, 0
@@ -128,7 +128,7 @@ def _prepare(
     view: LiveView,
     stack: ExitStack,
 ) -> Config:
-    """Checks everything that can be wrong, and asks, before anything big is fetched."""
+    """Check swarm, run and machine, and ask the user, before anything large is fetched."""
     view.stage("connect", "loading libraries")
     from diloco.cli import volunteer
     from diloco.swarm.client.ask import check_clock, parse_manifest
@@ -173,7 +173,7 @@ def _prepare(
 
 
 def _from_rank_0(config: Config, rank: int) -> Config:
-    """Rank 0's configuration, on every rank of a torchrun job."""
+    """Send rank 0's configuration to the other ranks of a torchrun job."""
     from diloco.attach.ranks import said_by_rank_0
 
     if rank == 0:
@@ -186,7 +186,7 @@ def _from_rank_0(config: Config, rank: int) -> Config:
 
 
 def _ask(config: Config, terms: list[str], yes: bool) -> None:
-    """Show the terms and ask, if the run needs more than this package; `ConfigError` for no."""
+    """Show the terms and ask, if the run needs more than this package; `ConfigError` for a no."""
     from diloco.config.manifest import sources_of
 
     if not any(sources_of(config.manifest())):
@@ -206,7 +206,7 @@ def _ask(config: Config, terms: list[str], yes: bool) -> None:
 def _terms(
     config: Config, parameters: int, memory_bytes: float, device: str, base: int = 0
 ) -> list[str]:
-    """What a volunteer has to know, in lines."""
+    """List what the run consists of, where it comes from and what it costs, a line each."""
     from diloco.config.manifest import sources_of
 
     manifest = config.manifest()
@@ -244,7 +244,7 @@ def _terms(
 
 
 def _find(config: Config, address: Address, identity: Path, view: LiveView) -> SwarmInfo:
-    """The swarm at the address, or at addresses where peers of this user found it before."""
+    """Inspect the swarm at the address, or at addresses that this user's peers remember."""
     from diloco.cli.volunteer import known_addresses
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate
@@ -270,7 +270,7 @@ def _find(config: Config, address: Address, identity: Path, view: LiveView) -> S
 
 
 def _import_the_rest() -> None:
-    """Imports what training needs; training raises whatever fails here."""
+    """Import what training needs; an error here is raised again by training."""
     with suppress(Exception):
         importlib.import_module("diloco.train.run")
         library = importlib.import_module("diloco.model.files").transformers()

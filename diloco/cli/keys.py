@@ -45,7 +45,7 @@ def keygen(file: Path) -> int:
 
 
 def _owner(function: Function) -> Function:
-    """Adds what every command of a run's owner has."""
+    """Add the options that every command of a run's owner has."""
     key = click.option("--key", required=True, type=PATH, help="File with the run's private key.")
     run = click.option("--run", required=True, metavar="RUN_ID", help="run.id of the run.")
     return run(key(function))
@@ -147,7 +147,7 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
 
 
 def seconds_of(duration: str) -> int:
-    """`7d`, `12h`, `30m` or `2w` in seconds; `ConfigError` else, and for more than ten years."""
+    """Convert `7d`, `12h`, `30m` or `2w` to seconds; `ConfigError` else or over ten years."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", duration)
     seconds = 0 if match is None else int(match[1]) * UNITS_S[match[2]]
     if not 0 < seconds <= LONGEST_S:
@@ -157,7 +157,7 @@ def seconds_of(duration: str) -> int:
 
 
 def _token_id(what: str) -> str | None:
-    """The id of a token that is given as id, as token or as link; None for a peer id."""
+    """Return the id of a token that is given as id, as token or as link; None for a peer id."""
     from diloco.admission import Token
     from diloco.config.explain import show
 

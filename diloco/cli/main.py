@@ -34,7 +34,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits; the console script and `python -m diloco` are this."""
+    """Run the command line and exit; the console script and `python -m diloco` call this."""
     if arguments is None:
         in_utf8()
     # Into a terminal that knows ASCII only, click would write UTF-8.
@@ -60,7 +60,7 @@ def _invoke(arguments: list[str]) -> int:
 
 
 class _Sections(click.Group):
-    """A group whose help lists its commands by what they are for, not by name."""
+    """A group whose help lists its commands by purpose, not by name."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))

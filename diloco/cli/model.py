@@ -94,7 +94,7 @@ def generate(
 
 @contextmanager
 def _model_of(place: Path) -> Iterator[Path]:
-    """The model directory: of a run its final model, or the newest checkpoint if there is none."""
+    """Yield the model directory: of a run its final model, or else its newest checkpoint's."""
     from tempfile import TemporaryDirectory
 
     from diloco.config import compose
@@ -112,7 +112,7 @@ def _model_of(place: Path) -> Iterator[Path]:
 
 
 def _newest(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint of all peers in a run directory."""
+    """Load the newest checkpoint of all peers in a run directory."""
     from diloco.rundir.checkpoint import CheckpointStore
 
     places = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
@@ -196,7 +196,7 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path, merge: bool = Fals
 
 
 def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
-    """Markdown with the header that the hub reads, of a checkpoint or of a run's final model."""
+    """Return Markdown with the hub's header, for a checkpoint or for a run's final model."""
     from diloco.rundir.compare import read_json, read_run
 
     model, data, run = config.model, config.data, read_run(run_dir)

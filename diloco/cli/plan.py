@@ -1,4 +1,4 @@
-"""`diloco plan`: what a link would make of a run, and the memory of a peer, by arithmetic alone.
+"""`diloco plan`: how fast a run would be over a link, and a peer's memory, by arithmetic alone.
 
 F fragments, which have one author each, are exchanged at once. The busiest of n peers has h =
 ceil(F/n) of them, others have floor(F/n). U and D are the bytes of the whole model as contributions
@@ -101,7 +101,7 @@ def plan(
 
 
 def _measured_step(config: Config) -> float:
-    """Seconds of an inner step here; `ConfigError` where the model does not fit."""
+    """Measure seconds of an inner step here; `ConfigError` where the model does not fit."""
     from diloco.cli.volunteer import fit_to_machine
     from diloco.train.machine import inspect_machine, step_seconds
 
@@ -116,7 +116,7 @@ def _measured_step(config: Config) -> float:
 def _sizes(
     report: dict[str, Any], outer: OuterConfig, exchange: ExchangeSize
 ) -> list[tuple[str, str]]:
-    """The model, its peers and what they exchange, as pairs of a name and a value."""
+    """List the model, its peers and what they exchange, as pairs of a name and a value."""
     numel = report["parameters"]
     is_parallel = outer.method == "data_parallel"
     up, down = ("fp32", "fp32") if is_parallel else (outer.codec_up, outer.codec_down)
@@ -138,7 +138,7 @@ def _sizes(
 
 
 def _memory(report: dict[str, Any]) -> list[str]:
-    """The table of what a peer takes, with sums."""
+    """Return the lines of the table of a peer's memory, with sums."""
 
     def line(where: str, what: str, nbytes: float, each: float | None = None) -> str:
         per = "" if each is None else f"{each:.3g}"
@@ -182,7 +182,7 @@ class ExchangeSize:
 
     @classmethod
     def of(cls, outer: OuterConfig, numel: int, peers: int) -> ExchangeSize:
-        """The exchange of a run; data parallel is an fp32 ring in every inner step."""
+        """Return the exchange of a run; data parallel is an fp32 ring in every inner step."""
         from diloco.outer.codecs import CODECS
 
         full = CODECS["fp32"].nbytes(numel)
@@ -204,7 +204,7 @@ class ExchangeSize:
 
     @property
     def bytes_back(self) -> int:
-        """Bytes of the model that come back: updates, or the state if that is smaller."""
+        """Bytes of the model that a peer receives: updates, or the state if it is smaller."""
         if self.versions == 1:
             return self.bytes_down
         return min(self.versions * self.bytes_down, self.state_bytes)
@@ -221,7 +221,7 @@ class ExchangeSize:
 
     @property
     def phases(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Bytes that the busiest uplink and downlink carry: of contributions, then of updates."""
+        """Bytes through the busiest uplink and downlink: of contributions, then of updates."""
         peers, authored = self.peers, -(-self.at_once // self.peers)  # as in `Facts.heir`
         of_others = self.at_once - self.at_once // peers
         sent, back = self.bytes_up / self.fragments, self.bytes_back / self.fragments
@@ -260,7 +260,7 @@ class Prediction:
 
 
 def predict(exchange: ExchangeSize, link: NetworkLink, step_s: float) -> Prediction:
-    """The outer step of peers whose inner steps take `step_s` seconds each."""
+    """Predict the outer step of peers whose inner steps take `step_s` seconds each."""
     exchange_s = sum(exchange.seconds(link))
     compute_s = exchange.sync_every * step_s
     wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.overlap * step_s)
@@ -273,7 +273,7 @@ def predict(exchange: ExchangeSize, link: NetworkLink, step_s: float) -> Predict
 def needed_link(
     exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
 ) -> NetworkLink | None:
-    """The same link so much faster or slower that utilization is `target` (0 to 1, exclusive)."""
+    """Scale the link so that utilization is `target` (0 to 1, exclusive); None if none does."""
     wait_s = (1 - target) / target * exchange.sync_every * step_s / exchange.per_cycle
     transfer_s, latencies_s = exchange.seconds(link)
     left_s = exchange.overlap * step_s + wait_s - latencies_s
@@ -284,7 +284,7 @@ def needed_link(
 def needed_sync_every(
     exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
 ) -> int:
-    """The smallest H for a utilization of `target` that overlap and fragments allow."""
+    """Return the smallest H for a utilization of `target` that overlap and fragments allow."""
     wait_s = predict(exchange, link, step_s).wait_s / exchange.per_cycle
     steps = target / (1 - target) * wait_s / step_s
     # a whole number is rounded, too
@@ -295,7 +295,7 @@ def needed_sync_every(
 def arithmetic(
     exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
 ) -> list[tuple[str, str]]:
-    """The prediction as pairs of a name and a value, for the larger ones with the formula."""
+    """List the prediction as pairs of a name and a value, the larger ones with their formula."""
     now = predict(exchange, link, step_s)
     compute, wait, one = (_seconds(each) for each in (now.compute_s, now.wait_s, now.exchange_s))
     both = f"({human_bytes(exchange.bytes_up)} + {human_bytes(exchange.bytes_back)})"
@@ -318,7 +318,7 @@ def arithmetic(
 
 
 def most_fragments(config: Config, numel: int) -> int:
-    """The most fragments that model and schedule allow; 0 where there are no authors."""
+    """Return the most fragments that model and schedule allow; 0 where there are no authors."""
     outer, layers = config.outer, config.model.config.get("num_hidden_layers")
     dealt = layers if isinstance(layers, int) else outer.fragments
     most = min(numel, dealt if outer.pattern == "strided" else numel)
@@ -329,7 +329,7 @@ def most_fragments(config: Config, numel: int) -> int:
 def compare_fragments(
     exchange: ExchangeSize, link: NetworkLink, step_s: float, most: int
 ) -> tuple[int, dict[int, float]]:
-    """The best of numbers up to `most`, and for each the seconds of waiting per outer step.
+    """Return the best number of fragments up to `most`, and the seconds waited for each.
 
     Of those within 5 % of the shortest wait it is the number that is set, or else the lowest.
     """
@@ -347,7 +347,7 @@ def _advice(best: int, now: int, waits: Mapping[int, float]) -> str:
 
 
 def parse_link(text: str, latency_s: float = 0.0) -> NetworkLink:
-    """`100Mbit` for both directions, or `100Mbit/20Mbit` (down/up); `ConfigError` for others."""
+    """Parse `100Mbit` (both ways) or `100Mbit/20Mbit` (down/up); `ConfigError` for others."""
     down, *up = re.split(r"/(?=[\s\d.])", text, maxsplit=1)
     try:
         return NetworkLink(rate_bytes(down), rate_bytes(*(up or [down])), latency_s)

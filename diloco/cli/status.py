@@ -57,7 +57,7 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 
 def _place(address: str | None) -> Address:
-    """The address, or that of the only run of which a peer runs here; else `ConfigError`."""
+    """Parse the address, or take that of the only run of which a peer runs here; `ConfigError`."""
     from diloco.config.address import Address
     from diloco.rundir.files import data_home, in_use
 
@@ -97,7 +97,7 @@ async def _status(place: Address, watch: bool, as_json: bool, table: Path | None
 
 
 async def _watch(watcher: SwarmWatcher, snapshot: Snapshot) -> None:
-    """Redraws, or prints again without a terminal; while nobody answers the last state stays."""
+    """Redraw, or print again without a terminal; while no peer answers the last state stays."""
     import asyncio
 
     from rich.console import Console

@@ -63,7 +63,7 @@ def sweep(options: Options, jobs: int, place: Path | None, dry_run: bool) -> int
 
 
 def sweepable(function: Function) -> Function:
-    """Adds -m to a command, which is the same as `diloco sweep COMMAND` with it."""
+    """Add -m to a command, which then does the same as `diloco sweep COMMAND`."""
 
     @click.option("--multirun", "-m", is_flag=True, help="The same as diloco sweep.")
     @wraps(function)
@@ -76,7 +76,7 @@ def sweepable(function: Function) -> Function:
 def _sweep(
     command: str, options: Options, jobs: int = 1, place: Path | None = None, dry_run: bool = False
 ) -> int:
-    """Checks, runs and compares the members; raises DilocoError at the end if one failed."""
+    """Check, run and compare the members; raise DilocoError at the end if one failed."""
     from diloco.rundir.files import exclusive, prepare_run_directory
 
     if options.cfg:
@@ -111,7 +111,7 @@ def _sweep(
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep."""
+    """One member of a sweep."""
 
     place: Path
     settings: tuple[str, ...]  # by which it is known again
@@ -120,7 +120,7 @@ class SweepRun:
     config: Config
 
     def record(self) -> dict[str, Any]:
-        """Its member.json; `exit` is None until it has ended by itself."""
+        """Read its member.json; `exit` is None until the process has ended by itself."""
         from diloco.rundir.compare import read_json
 
         return read_json(self.place / "member.json")
@@ -132,13 +132,13 @@ class SweepRun:
         write_atomic(self.place / "member.json", text)
 
     def state(self) -> str:
-        """How it ended, in words."""
+        """Describe in words how the process ended."""
         code = self.record().get("exit")
         words = {None: "unfinished", 0: "done", DivergedError.exit_code: "diverged"}
         return words.get(code, f"failed with exit code {code}")
 
     def has_ended(self) -> bool:
-        """Whether it ran to its end; raises ConfigError if its directory has another run."""
+        """Return True if it ran to its end; ConfigError if its directory has another run."""
         if (record := self.record()) and record.get("overrides") != list(self.settings):
             raise ConfigError(f"{self.place} holds a run with other settings; choose another --dir")
         return self.state() in ("done", "diverged")
@@ -164,7 +164,7 @@ class SweepRun:
 def _members(
     command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, place: Path | None
 ) -> tuple[Path, list[SweepRun]]:
-    """Their directory, and all members. Raises ConfigError if one has no valid settings."""
+    """Return the sweep's directory and members; ConfigError if one has no valid settings."""
     from diloco.config import compose
     from diloco.config.compose import compose_tree, key_of, quoted
     from diloco.config.files import sweep_params
@@ -198,7 +198,7 @@ def _members(
 
 
 def _values(argument: str, start: ConfigSource) -> list[str]:
-    """The overrides that an argument stands for: itself, unless it has several values."""
+    """Expand an argument with several values into overrides; else return it alone."""
     from hydra.core.override_parser.types import Glob
     from hydra.errors import HydraException
 
@@ -227,7 +227,7 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
 
 
 def _run(waiting: list[SweepRun], jobs: int) -> bool:
-    """Runs members, `jobs` at a time; whether Ctrl+C ended it, of which a second one kills them."""
+    """Run members, `jobs` at a time; return True if Ctrl+C ended it. A second one kills them."""
     from diloco.rundir.compare import read_run
 
     running: dict[subprocess.Popen[bytes], SweepRun] = {}
@@ -293,7 +293,7 @@ def compare(
 def _compare(
     runs: Sequence[Path], loss: float | None, out: Path | None, table: Path | None, as_json: bool
 ) -> None:
-    """Prints the table or its JSON; writes curves and table where there is a place for them."""
+    """Print the table or its JSON; write curves and table where there is a place for them."""
     from diloco.rundir import compare as comparison
     from diloco.rundir.files import finite, prepare_run_directory
 
@@ -314,7 +314,7 @@ def _compare(
 
 
 def _content(found: RunComparison, loss: float | None, reached: float | None) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the object that --json prints."""
     rows = found.rows(loss)
     arms = [
         {
@@ -331,7 +331,7 @@ def _content(found: RunComparison, loss: float | None, reached: float | None) ->
 
 
 def _show(found: RunComparison, reached: float | None) -> None:
-    """A row per arm; elsewhere than on a terminal the table is as wide as it needs to be."""
+    """Print a row per arm; without a terminal the table is as wide as it needs to be."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -356,7 +356,7 @@ def _show(found: RunComparison, reached: float | None) -> None:
 
 
 def _cells(arm: Arm, reached: float | None) -> dict[str, str]:
-    """A row of the table, by column."""
+    """Return a row of the table, by column."""
     busy = arm.mean("utilization")
     times = [None if reached is None else one.time_to_loss(reached) for one in arm.counted]
     known = [time for time in times if time is not None]
@@ -377,7 +377,7 @@ def _cells(arm: Arm, reached: float | None) -> dict[str, str]:
 
 
 def _exits(arm: Arm) -> str:
-    """How its runs ended; of several seeds, how many did not end well."""
+    """Describe how an arm's runs ended; of several seeds, count those that did not end well."""
     words = [{None: "unfinished", 4: "4 diverged"}.get(run.exit, str(run.exit)) for run in arm.runs]
     ill = Counter(word for word in words if word != "0")
     if not ill or len(words) == 1:

@@ -41,7 +41,7 @@ class PeerDirectory:
 
     @property
     def peer_id(self) -> str:
-        """The peer id of the key, which is made if it is missing."""
+        """The peer id of the key; the key is made if it is missing."""
         return own_id(self.identity)
 
     @property
@@ -52,7 +52,7 @@ class PeerDirectory:
 
 @contextmanager
 def lock_peer_directory(identity: str | None = None) -> Iterator[PeerDirectory]:
-    """The directory of the first of this user's peers that is not running, locked inside the block.
+    """Lock and yield the directory of the first of this user's peers that is not running.
 
     `identity` is swarm.identity_path, a key that replaces the peer's own. Raises `ConfigError` if
     too many peers run on this machine, or another process uses the key.
@@ -81,7 +81,7 @@ def volunteer_config(
     directory: PeerDirectory,
     peers: Sequence[str],
 ) -> Config:
-    """The run's half from the manifest, the peer's half as `typed` keys say or suits a volunteer.
+    """Take the run's half from the manifest; fill the peer's half with `typed` keys and defaults.
 
     `peers` are addresses that answer. Raises `ConfigError` if the manifest does not fit this peer,
     for example data.source=text without a data.path here.
@@ -100,7 +100,7 @@ def volunteer_config(
 
 
 def with_settings(config: Config, settings: dict[str, object]) -> Config:
-    """The configuration with `settings`, by dotted key, in place of its own; validated."""
+    """Replace `settings`, by dotted key, in a configuration, and validate it."""
     values = config.model_dump()
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -111,7 +111,7 @@ def with_settings(config: Config, settings: dict[str, object]) -> Config:
 def fit_to_machine(
     config: Config, machine: Machine, peers: int | None = None, ranks: int = 1
 ) -> tuple[MemoryNeed, int]:
-    """The memory for training in a swarm of `peers`, and sequences that a rank computes at a time.
+    """Return the memory for a swarm of `peers`, and the sequences a rank computes at a time.
 
     Raises `ConfigError` if not even one sequence fits, or `train.base` cannot be had.
     """
@@ -122,7 +122,7 @@ def fit_to_machine(
 
 
 def move_aside(config: Config) -> None:
-    """Renames checkpoints of an earlier visit to this run to `NAME.before`, over older ones."""
+    """Rename checkpoints of an earlier visit to this run to `NAME.before`, over older ones."""
     mine = config.run.dir / "checkpoints" / checkpoints_name(config)
     if mine.is_dir():
         before = mine.with_name(f"{mine.name}.before")
@@ -131,7 +131,7 @@ def move_aside(config: Config) -> None:
 
 
 def known_addresses(addresses: Sequence[str], identity: Path) -> list[str]:
-    """Other peers that this user's peers met in the last runs in which they met those given."""
+    """List other peers from this user's last runs that had one of the given peers in them."""
     given = {peer_id_of(address) for address in addresses if not address.startswith("@")}
     keys = [identity, *(place / "identity.key" for place in sorted(data_home().glob("peer-*")))]
     runs = [others for key in keys if (others := known_by(key)[1])]

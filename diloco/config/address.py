@@ -1,4 +1,4 @@
-"""What a volunteer types to join: addresses of peers, and in a closed swarm an invitation's token.
+"""The ADDRESS that a volunteer types: addresses of peers, and in a closed swarm a token.
 
 /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
 diloco://ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...,ip4/198.51.100.2/tcp/4100/p2p/12D3Kuu...?token=...
@@ -41,14 +41,14 @@ _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a swarm is: multiaddrs with a peer id each, or one @FILE; an invitation's token."""
+    """The way to a swarm: multiaddrs with a peer id each, or one @FILE; an invitation's token."""
 
     peers: tuple[str, ...]
     token: str | None = None
 
     @classmethod
     def parse(cls, text: str, shown: str | None = None) -> Address:
-        """Reads either form, also in quotes or after `diloco join`.
+        """Read either form, also in quotes or after `diloco join`.
 
         `ConfigError` says what is wrong, in `shown`.
         """
@@ -74,7 +74,7 @@ class Address:
 
     @classmethod
     def read(cls, text: str) -> Address:
-        """Reads the ADDRESS of a command, which may also be `-`, a line on stdin.
+        """Read the ADDRESS of a command, which may also be `-`, a line on stdin.
 
         Of an `@FILE` with a whole link the token stays in the file, and is `@FILE` here. (Other
         users see the arguments of a command.)
@@ -89,7 +89,7 @@ class Address:
         return found
 
     def resolved(self) -> Address:
-        """With the addresses that an `@FILE` holds now; `ConfigError` if it cannot be read."""
+        """Replace an `@FILE` by the addresses it holds now; `ConfigError` if it is unreadable."""
         peers = list[str]()
         for peer in self.peers:
             peers += addresses_in(Path(peer[1:])) if peer.startswith("@") else [peer]
@@ -106,7 +106,7 @@ class Address:
 
 
 def line_of_stdin(what: str) -> str:
-    """The next line of stdin, asked for on a terminal; ConfigError if there is none."""
+    """Read a line of stdin, with a prompt on a terminal; ConfigError if there is none."""
     if sys.stdin.isatty():
         print(f"{what}: ", end="", file=sys.stderr, flush=True)
     raw = getattr(sys.stdin, "buffer", None)
@@ -118,7 +118,7 @@ def line_of_stdin(what: str) -> str:
 
 
 def addresses_in(path: Path) -> list[str]:
-    """The addresses in a file, which may have several a line, links, and notes after a #.
+    """List the addresses in a file: several a line, links, and notes after a # are allowed.
 
     Raises `ConfigError` when it cannot be read or a line has none.
     """
@@ -131,12 +131,12 @@ def addresses_in(path: Path) -> list[str]:
 
 
 def unquoted(text: str) -> str:
-    """The text without quotes and blanks around it."""
+    """Strip quotes and blanks around a text."""
     return re.sub(rf"^[\s{_AROUND}]+|[\s{_AROUND}]+$", "", text)
 
 
 def address_error(address: str) -> str | None:
-    """What is wrong with the address of a peer, with the remedy; None when nothing is."""
+    """Describe the fault of a peer's address, with the remedy; None if it is valid."""
     if "/" not in address and masked(address) != address:
         need = "that goes into a file, and an address is needed besides"
         return f"it may be a token; {need}: ADDRESS swarm.token=@FILE"
@@ -154,7 +154,7 @@ def address_error(address: str) -> str | None:
 
 
 def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
-    """What is wrong with an address of the right shape."""
+    """Describe the fault of an address of the right shape; None if it is valid."""
     is_ip, copy = kind.startswith("ip"), "copy the whole line that the peer printed"
     try:
         unspecified = is_ip and ipaddress.ip_address(host).is_unspecified
@@ -175,12 +175,12 @@ def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
 
 
 def host_of(address: str) -> str:
-    """The IP or host name that a multiaddr begins with; empty where there is none."""
+    """Return the IP or host name that a multiaddr begins with; empty where there is none."""
     return [*address.split("/"), "", ""][2]
 
 
 def reachability(address: str) -> str:
-    """From where a multiaddr can be reached: `loopback`, `LAN`, or `public` (also host names)."""
+    """Classify a multiaddr: `loopback`, `LAN`, or `public` (also host names)."""
     try:
         found = ipaddress.ip_address(host_of(address))
     except ValueError:
@@ -192,7 +192,7 @@ def reachability(address: str) -> str:
 
 
 def same_subnet(address: str, other: str) -> bool:
-    """Whether two multiaddrs name IP addresses of one /24, or one /64 of IPv6, not loopback."""
+    """Return True if two multiaddrs name IP addresses of one /24, or /64 of IPv6; no loopback."""
     try:
         one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
     except ValueError:

@@ -50,7 +50,7 @@ KEYS = dict(setting_fields(Config))
 
 
 class Composed(NamedTuple):
-    """What files and arguments say: nothing is resolved or validated yet."""
+    """A composed configuration: nothing is resolved or validated yet."""
 
     tree: DictConfig
     typed: dict[str, str]  # settings and their values, as typed
@@ -61,7 +61,7 @@ class Composed(NamedTuple):
 def compose(
     overrides: Sequence[str] = (), start: ConfigSource | None = None, *, base: Path | None = None
 ) -> Config:
-    """The configuration for arguments such as `["model=14m", "outer.lr=0.5"]`; the last one wins.
+    """Compose and validate arguments such as `["model=14m", "outer.lr=0.5"]`; the last one wins.
 
     `base`, short for `ConfigSource(base=...)`, is the `config.yaml` of a run directory in place of
     `configs/`, or a file with some settings over those of `configs/`. A choice in `overrides`
@@ -71,7 +71,7 @@ def compose(
 
 
 def compose_tree(overrides: Sequence[str], start: ConfigSource) -> Composed:
-    """Everything but resolving and validating; raises ConfigError."""
+    """Do everything but resolving and validating; raises ConfigError."""
     groups, places = choices(start), search_path(start)
     experiments, chosen = list[str](), dict[str, str]()
     settings = list[tuple[str, str, Any]]()
@@ -102,13 +102,13 @@ def compose_tree(overrides: Sequence[str], start: ConfigSource) -> Composed:
 
 
 def key_of(argument: str) -> str:
-    """The key or group of KEY=VALUE or GROUP=CHOICE, not checked; a + before it is dropped."""
+    """Return the key or group of KEY=VALUE or GROUP=CHOICE, unchecked, without a + before it."""
     key = argument.lstrip("+").partition("=")[0]
     return "inner.schedule" if key == "schedule" else key
 
 
 def parse(argument: str, swept: bool = False) -> tuple[str, str, Any]:
-    """Key and text of an argument, and the two as Hydra's parser reads them.
+    """Split an argument into key and text, and parse it as Hydra does.
 
     Text that Hydra wants in quotes (`data.path=~/a=b`) is taken as it is. Raises ConfigError for
     what is no override, and for several values unless they may be `swept`.
@@ -137,13 +137,13 @@ def parse(argument: str, swept: bool = False) -> tuple[str, str, Any]:
 
 
 def quoted(value: Path | str) -> str:
-    """A path or a text as a value in Hydra's grammar."""
+    """Quote a path or a text as a value in Hydra's grammar."""
     doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
     return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
-    """Raises ConfigError for what is neither a setting nor a group."""
+    """Raise ConfigError for a key that is neither a setting nor a group."""
     if key.startswith(("hydra.", "hydra/")):
         what = "drop it (diloco sweep tries every combination)"
         raise ConfigError(f"{show(key)} has no effect; {what}")
@@ -166,7 +166,7 @@ def _check_choice(group: str, name: str, there: Sequence[str], places: Sequence[
 
 
 def validated(composed: Composed) -> Config:
-    """The configuration of a composed tree. Raises ConfigError if it is not valid."""
+    """Resolve and validate a composed tree. Raises ConfigError if it is not valid."""
     typed, file = composed.typed, composed.start.base
     try:
         content: Any = OmegaConf.to_container(composed.tree, resolve=True)
@@ -193,7 +193,7 @@ def validated(composed: Composed) -> Config:
 
 
 def _fragments(content: Mapping[str, Any], together: bool) -> int:
-    """The number of a run that is resumed; else what suits the model and the expected peers."""
+    """Return the number of fragments of a resumed run; else one that suits model and peers."""
     run_dir = Path(str(content["run"]["dir"]))
     with suppress(OSError, ValueError, KeyError, TypeError):  # `check_same_run` says what is wrong
         if any((run_dir / "checkpoints").glob("*/step-*")):
@@ -208,7 +208,7 @@ def _fragments(content: Mapping[str, Any], together: bool) -> int:
 
 
 def _with_key(config: Config) -> Config:
-    """Fills in `run.key` from the private key or the invitation, which both contain it."""
+    """Fill in `run.key` from the private key or the invitation, which both contain it."""
     swarm, typed = config.swarm, config.run.key
     if swarm.key_path is None and swarm.token is None:
         if swarm.admit == "anyone" and typed is None:
@@ -228,7 +228,7 @@ def _with_key(config: Config) -> Config:
 
 
 def outer_preset(name: str) -> dict[str, Any]:
-    """The settings of a file of configs/outer, with those that it names as its defaults.
+    """Load the settings of a file of configs/outer, with those that it names as its defaults.
 
     `${...}` is left as it is. Raises `ConfigError` for another name.
     """
@@ -241,7 +241,7 @@ def outer_preset(name: str) -> dict[str, Any]:
 
 
 def cfg_text(config: Config, package: str | None) -> str:
-    """The configuration as YAML, or a part such as `outer`; ConfigError if it has none."""
+    """Return the configuration, or a part such as `outer`, as YAML; ConfigError if it has none."""
     part: Any = config.model_dump(mode="json")
     for name in package.split(".") if package else ():
         if not isinstance(part, dict) or name not in part:
@@ -254,7 +254,7 @@ def cfg_text(config: Config, package: str | None) -> str:
 
 
 def help_text(start: ConfigSource | None = None) -> str:
-    """Every group with its choices, and every setting with meaning, type, default and owner."""
+    """List groups with their choices, and settings with meaning, type, default and owner."""
     run_owned = dict(setting_fields(Manifest))
     values = dict(flatten(compose().model_dump(mode="json")))
     lines = ["Groups (GROUP=CHOICE):"]

@@ -25,7 +25,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @dataclass(frozen=True, slots=True)
 class TypeHint:
-    """What a value must be, where the type alone does not say it; for errors and `--cfg help`."""
+    """A description of allowed values, where the type alone is none: for errors and help."""
 
     text: str
 
@@ -40,9 +40,9 @@ def setting_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[s
 
 
 def description(model: type[BaseModel], key: str) -> str:
-    """What a setting below `model` means: its description, or the text under it in the source.
+    """Return the meaning of a setting below `model`: its description, or the text under it.
 
-    Pydantic could read these texts, but every command would wait for what only `--cfg help` shows.
+    Pydantic could read these texts from the source, but would do so at every start of a command.
     """
     *groups, name = key.split(".")
     kind: Any = model
@@ -56,7 +56,7 @@ def description(model: type[BaseModel], key: str) -> str:
 
 
 def is_known_key(keys: Mapping[str, FieldInfo], key: str) -> bool:
-    """Whether `key` is a setting, or lies below an open mapping such as `model.config`."""
+    """Return True if `key` is a setting, or lies below an open mapping such as `model.config`."""
     return key in keys or any(
         get_origin(field.annotation) is dict and key.startswith(f"{known}.")
         for known, field in keys.items()
@@ -64,7 +64,7 @@ def is_known_key(keys: Mapping[str, FieldInfo], key: str) -> bool:
 
 
 def describe_type(field: FieldInfo) -> str:
-    """What a value of the field must be, such as `a whole number >= 1, or null`."""
+    """Describe the allowed values of a field, such as `a whole number >= 1, or null`."""
     return _expected(field.annotation, field.metadata)
 
 
@@ -94,14 +94,14 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value, perhaps of an untrusted peer, as one printable line of `limit` characters."""
+    """Format a value, perhaps of an untrusted peer, as one printable line of `limit` characters."""
     plain = isinstance(value, str) and value != "" and value.isprintable()
     text = masked(str(value) if plain else json.dumps(value, default=ascii))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says first, as one printable line."""
+    """Return the first line of a library's error, printable."""
     return show(next(iter(str(error).splitlines()), type(error).__name__), limit=200)
 
 
@@ -113,7 +113,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known keys or names that were probably meant; none if nothing is similar."""
+    """Return the known names that were probably meant; none if nothing is similar."""
     known = list(known)
     if found := get_close_matches(word, known, n=1, cutoff=0.8):
         return found
@@ -126,7 +126,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 def explain(
     error: ValidationError, model: type[BaseModel], typed: Mapping[str, str] | None = None
 ) -> str:
-    """One line for a validation error: its first mistake, and how many more there are.
+    """Format a validation error as one line: its first mistake, and how many more there are.
 
     `typed` maps keys to values as the user wrote them, where that is known.
     """

@@ -1,7 +1,7 @@
-"""Where files of settings are looked for, and how Hydra composes them into one tree.
+"""Folders with files of settings, and their composition by Hydra into one tree.
 
-The first place that has a file counts: `--config-dir`, the package, then `configs/` in the working
-directory. So that one, which may belong to another program, adds choices and replaces none.
+The first folder that has a file counts: `--config-dir`, the package, then `configs/` in the working
+directory. So the last one, which may belong to another program, adds choices and replaces none.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ BEGIN, SCHEMA, NOTHING, SAVED = "diloco_begin", "diloco_schema", "diloco_nothing
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """What a configuration starts from, before its overrides."""
+    """The base of a configuration, before its overrides."""
 
     base: Path | None = None  # --config: some settings, or the config.yaml of a run with all
     folder: Path | None = None  # --config-dir
     together: bool = False  # for all local.peers of a run, rather than for one peer
 
     def arguments(self) -> list[str]:
-        """The same start as options of a command line."""
+        """Return the same base as options of a command line."""
         given = [("--config", self.base), ("--config-dir", self.folder)]
         return [part for key, path in given if path is not None for part in (key, str(path))]
 
@@ -58,7 +58,7 @@ class SavedConfig(NamedTuple):
 
 
 class ComposeRequest(NamedTuple):
-    """What to compose."""
+    """A request to compose a tree."""
 
     places: tuple[Path, ...]  # folders, the first one first
     chosen: tuple[str, ...]  # GROUP=CHOICE, in Hydra's words
@@ -67,7 +67,7 @@ class ComposeRequest(NamedTuple):
 
 
 def search_path(start: ConfigSource) -> tuple[Path, ...]:
-    """The folders in which files are looked for, the first one first.
+    """List the folders in which files are looked for, the first one first.
 
     Raises ConfigError if `--config-dir` is not there, or the package is damaged.
     """
@@ -84,7 +84,7 @@ def search_path(start: ConfigSource) -> tuple[Path, ...]:
 
 
 def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
-    """The groups and the names that can be chosen in each, sorted."""
+    """Return the groups, and the names that can be chosen in each, sorted."""
     found = {}
     places = search_path(start or ConfigSource())
     for group in (*GROUPS, "experiment"):
@@ -94,23 +94,23 @@ def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:
-    """Says that a group has no such choice, and which ones it has."""
+    """Say that a group has no such choice, and which ones it has."""
     guesses = nearest(name, there)
     hint = f" (did you mean {guesses[0]}?)" if guesses else ""
     return f"{group}={show(name)} is not a choice{hint}; expected one of {', '.join(there)}"
 
 
 def compose_files(request: ComposeRequest) -> DictConfig:
-    """The tree without the node `hydra`; do not change it. Raises ConfigError with one line.
+    """Compose a tree without the node `hydra`; do not change it. Raises ConfigError in one line.
 
-    It is cached where it is from the package alone, whose files stay as they are.
+    A request that reads only the package is cached, as those files do not change.
     """
     _register_resolvers()
     return (_cached if len(request.places) == 1 else _composed)(request)
 
 
 def sweep_params(request: ComposeRequest) -> dict[str, str]:
-    """What varies in a sweep, by key, as files have it in `hydra.sweeper.params`."""
+    """Return the values that vary in a sweep, by key, as in `hydra.sweeper.params` of a file."""
     _register_resolvers()
     found = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
     return {str(key): str(value) for key, value in (found or {}).items()}
@@ -132,7 +132,7 @@ _cached = lru_cache(maxsize=64)(_composed)
 
 @contextmanager
 def _own_hydra(place: Path) -> Iterator[None]:
-    """Hydra for us; the program around us may use it, too, and gets its own state back."""
+    """Use Hydra; a program around us that uses it, too, gets its own state back."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -146,10 +146,10 @@ def _own_hydra(place: Path) -> Iterator[None]:
 
 
 def _hydra_overrides(request: ComposeRequest) -> list[str]:
-    """The request as overrides of Hydra, inside `_own_hydra`.
+    """Translate the request into overrides of Hydra, inside `_own_hydra`.
 
     The file of `--config` is the first experiment, so that it lies between groups and experiments.
-    What is chosen of a group, also by an experiment, replaces what the file says of it.
+    A choice of a group, also by an experiment, replaces that group of the file.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -174,7 +174,7 @@ def _hydra_overrides(request: ComposeRequest) -> list[str]:
 
 
 def _schema_defaults() -> dict[str, Any]:
-    """The settings that have a default, as nested mappings."""
+    """Return the settings that have a default, as nested mappings."""
     tree: dict[str, Any] = {section: {} for section in SECTIONS}
     for key, field in setting_fields(Config):
         if not field.is_required():
@@ -186,7 +186,7 @@ def _schema_defaults() -> dict[str, Any]:
 
 
 def read_saved(file: Path) -> SavedConfig:
-    """Reads a file of settings; raises ConfigError if it is none, or holds ${...}."""
+    """Read a file of settings; raises ConfigError if it is none, or holds ${...}."""
     try:
         saved = OmegaConf.load(file)
     except OSError as error:
@@ -212,7 +212,7 @@ def read_saved(file: Path) -> SavedConfig:
 
 
 def _reason(places: Sequence[Path], error: Exception) -> str:
-    """One line that names the file, or the folders."""
+    """Format the error as one line that names the file, or the folders."""
     while isinstance(error.__cause__, Exception) and not isinstance(error, YAMLError):
         error = error.__cause__
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
@@ -226,13 +226,13 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
 
 
 def fragments_of(parameters: int, peers: int = 1) -> int:
-    """Fragments of at most `MOST_PARAMETERS`, as many for each of the `peers` where it pays."""
+    """Return how many fragments of at most `MOST_PARAMETERS` suit a model and its `peers`."""
     fewest, peers = max(1, math.ceil(parameters / MOST_PARAMETERS)), min(peers, MOST_AUTHORS)
     return max(fewest, min(math.ceil(fewest / peers) * peers, parameters // LEAST_PARAMETERS))
 
 
 def fragments_for(config: Mapping[str, Any], peers: int = 1) -> int:
-    """The same for the sizes of a model like Llama; 1 where the config does not say them.
+    """Do the same for the sizes of a model like Llama; 1 if the config does not say them.
 
     All peers have to agree on the number, so it depends on the settings of the run alone.
     """
@@ -246,7 +246,7 @@ def fragments_for(config: Mapping[str, Any], peers: int = 1) -> int:
 
 
 def _tokenizer_of_model(otherwise: str, *, _root_: DictConfig) -> str:
-    """The tokenizer of `model.path`; without it, what stands after the colon."""
+    """Resolve to `model.path` as the tokenizer; without it, to the text after the colon."""
     path, commit = (OmegaConf.select(_root_, f"model.{key}") for key in ("path", "revision"))
     if path is None:
         return otherwise

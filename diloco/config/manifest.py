@@ -48,7 +48,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class Manifest(RunOwned):
-    """Everything that all peers of a run must agree on."""
+    """The settings that all peers of a run must agree on."""
 
     run: RunIdentity
     budget: BudgetConfig
@@ -66,7 +66,7 @@ class Manifest(RunOwned):
         return self
 
     def to_json(self, indent: int | None = None) -> str:
-        """Canonical JSON (sorted keys, ASCII); `indent` is for files that people read."""
+        """Return canonical JSON (sorted keys, ASCII); `indent` is for files that people read."""
         separators = (",", ":" if indent is None else ": ")
         content = self.model_dump(mode="json")
         return json.dumps(
@@ -75,7 +75,7 @@ class Manifest(RunOwned):
 
     @classmethod
     def from_json(cls, text: str, any_wire_version: bool = False) -> Manifest:
-        """Parses an untrusted manifest; raises ConfigError for anything but a complete one.
+        """Parse an untrusted manifest; raises ConfigError for anything but a complete one.
 
         `any_wire_version` takes one from a run directory that an older diloco wrote.
         """
@@ -104,11 +104,11 @@ class Manifest(RunOwned):
         return manifest
 
     def hash(self) -> str:
-        """As `hash_of` its JSON."""
+        """Return `hash_of` of its JSON."""
         return hash_of(self.to_json())
 
     def differences(self, other: Manifest) -> list[str]:
-        """A text per setting that differs, such as `outer.lr: 0.7 here, 0.4 there`."""
+        """List the settings that differ, such as `outer.lr: 0.7 here, 0.4 there`."""
         here, there = (dict(flatten(one.model_dump(mode="json"))) for one in (self, other))
         texts = []
         for key in sorted(here.keys() | there.keys()):
@@ -119,7 +119,7 @@ class Manifest(RunOwned):
 
 
 def hash_of(text: str) -> str:
-    """SHA-256 in hexadecimal of a manifest's JSON with 0 for `RISING`; else of the text."""
+    """Return SHA-256 (hex) of a manifest's JSON with 0 for `RISING`; of other text, as it is."""
     # a parser of manifests says what is wrong
     with suppress(ValueError, AttributeError, TypeError, RecursionError):
         content = json.loads(text)
@@ -131,12 +131,12 @@ def hash_of(text: str) -> str:
 
 
 def planned(settings: Settings) -> list[int]:
-    """The numbers in `RISING` of a manifest or a configuration; 0 stands for null."""
+    """Return the numbers in `RISING` of a manifest or a configuration; 0 stands for null."""
     return [attrgetter(key)(settings) or 0 for key in RISING]
 
 
 def raised(settings: S, plan: Sequence[float]) -> S:
-    """Settings with the greater of each number in `RISING`; warns where the run ends later."""
+    """Take the greater of each number in `RISING`; warn where the run ends later."""
     for key, number in zip(RISING, map(int, plan), strict=True):
         group, _, name = key.partition(".")
         values = getattr(settings, group)
@@ -151,9 +151,9 @@ def raised(settings: S, plan: Sequence[float]) -> S:
 
 
 def check_model_fits_data(model: ModelRecipe, data: DataRecipe) -> None:
-    """Raises ValueError if the model cannot hold the tokens or the sequences of the data.
+    """Raise ValueError if the model cannot hold the tokens or the sequences of the data.
 
-    Only what the config itself says is checked; a model of `model.path` when it is loaded.
+    Only numbers in the config are checked; a model of `model.path` is when it is loaded.
     """
     vocabulary = model.config.get("vocab_size")
     positions = model.config.get("max_position_embeddings")
@@ -169,7 +169,7 @@ def check_model_fits_data(model: ModelRecipe, data: DataRecipe) -> None:
 def check_warmup_ends(
     budget: BudgetConfig, inner: InnerConfig, outer: OuterConfig, data: DataRecipe
 ) -> None:
-    """Raises ValueError if the learning rate would still be rising when the run ends."""
+    """Raise ValueError if the learning rate would still be rising when the run ends."""
     limits = []
     if budget.outer_steps is not None:
         steps = budget.outer_steps * outer.sync_every
@@ -185,7 +185,7 @@ def check_warmup_ends(
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of the leaves of nested mappings; an empty mapping is a leaf."""
+    """Yield (dotted key, value) of the leaves of nested mappings; an empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -198,7 +198,7 @@ def _no_constant(name: str) -> None:
 
 
 class ExternalSource(NamedTuple):
-    """Something that a run needs and that this package does not contain."""
+    """A model, data or a tokenizer that a run needs and that this package does not contain."""
 
     what: str  # model, data or tokenizer
     key: str  # the setting that names it
@@ -207,7 +207,7 @@ class ExternalSource(NamedTuple):
 
 
 def sources_of(manifest: Manifest) -> Iterator[ExternalSource]:
-    """Yields what the run needs from outside this package."""
+    """Yield the sources outside this package that the run needs."""
     model, data = manifest.model, manifest.data
     if model.path is not None or model.weights is not None:
         yield ExternalSource("model", "model.path", model.path, model.revision)
@@ -220,7 +220,7 @@ def sources_of(manifest: Manifest) -> Iterator[ExternalSource]:
 
 
 def check_foreign(manifest: Manifest) -> None:
-    """Raises ConfigError if a volunteer must not take this manifest from a swarm."""
+    """Raise ConfigError if a volunteer must not take this manifest from a swarm."""
     for key, value in flatten(manifest.model_dump(mode="json")):
         if not all(text.isprintable() for text in (key, *_texts(value))):
             hidden = f"{show(key)}={show(value)} of the run holds characters that nobody can see"
@@ -235,7 +235,7 @@ def check_foreign(manifest: Manifest) -> None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yields every text in a value, which may be a list of mappings."""
+    """Yield every text in a value, which may be a list of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

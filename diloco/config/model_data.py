@@ -1,4 +1,4 @@
-"""The settings of model and data: what is trained on which text, and where this peer has the files.
+"""The settings of model and data, and of the directories where this peer has their files.
 
 A directory, or a name on the hub, means files that other peers do not have. So
 `train/start_files.py` puts into the manifest what they need: config and digests. `NAME@COMMIT` on
@@ -139,11 +139,11 @@ class PeerModelConfig(PeerLocal):
 
 
 class ModelConfig(PeerModelConfig, ModelRecipe):
-    """What is trained, and where this peer has its files."""
+    """The model, and the directories of its files on this peer."""
 
 
 class MixedSource(RunOwned):
-    """One source of a mixture. Where its files are each peer says itself, in `data.paths`."""
+    """One source of a mixture. Each peer gives the path of its own files in `data.paths`."""
 
     name: Name
     source: MixedSourceName
@@ -251,16 +251,16 @@ class PeerDataConfig(PeerLocal):
 
 
 class DataConfig(PeerDataConfig, DataRecipe):
-    """Which text is trained on, and where this peer finds its part."""
+    """The text to train on, and where this peer finds its part."""
 
     @property
     def has_conversations(self) -> bool:
-        """Whether sequences hold conversations, which do not see each other."""
+        """True if sequences hold conversations, which do not attend to each other."""
         return "auto" in (self.format, *(one.format for one in self.mixture))
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:
-        """Name and commit of the tokenizer, or the directory where this peer has its files."""
+        """Name and commit of the tokenizer, or the directory of its files on this peer."""
         if self.tokenizer_directory is not None:
             return self.tokenizer_directory, None
         return self.tokenizer, self.tokenizer_revision
@@ -286,10 +286,10 @@ class DataConfig(PeerDataConfig, DataRecipe):
 
 
 def split_commits(settings: dict[str, Any], typed: Collection[str]) -> None:
-    """Makes each `NAME@COMMIT` in the settings, by group and name, a name and a commit.
+    """Split each `NAME@COMMIT` in the settings, by group and name, into a name and a commit.
 
-    What was derived from another name than one of the `typed` keys says is left out. Raises
-    ConfigError for a branch, with the commit that the hub tells, and for two commits.
+    Settings derived from another name than a `typed` key has are dropped. Raises ConfigError for a
+    branch, with the commit that the hub has for it, and for two commits.
     """
     for key, (commit_key, kind) in _ON_HUB.items():
         group, _, name = key.partition(".")
@@ -315,7 +315,7 @@ def split_commits(settings: dict[str, Any], typed: Collection[str]) -> None:
 
 
 def _check_commit(kind: str, setting: str, name: str, commit: str) -> None:
-    """Raises ConfigError if `commit` is a branch or a tag."""
+    """Raise ConfigError if `commit` is a branch or a tag."""
     if re.fullmatch("[0-9a-f]{40}", commit):
         return
     from diloco.hub import commit_of

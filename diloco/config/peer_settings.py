@@ -1,4 +1,4 @@
-"""The settings of one peer: its place, hardware, way to the swarm, logs, and simulation.
+"""The settings of one peer: directories, hardware, way to the swarm, logs, and simulation.
 
 The settings of the run are in `run_settings.py`, which says where presets and further checks are.
 """
@@ -83,7 +83,7 @@ class LocalConfig(PeerLocal):
 
 
 class SimConfig(PeerLocal):
-    """`diloco simulate`: what stands for time and for the network."""
+    """`diloco simulate`: the simulated time and network."""
 
     step_s: Annotated[tuple[Seconds, ...], Tuple, NotEmpty] = Field((1.0,))
     """Virtual seconds of an inner step, one for all peers or one per peer."""
@@ -98,7 +98,7 @@ class SimConfig(PeerLocal):
 
 
 class PeerSwarmConfig(PeerLocal):
-    """How this peer finds the others and is found."""
+    """The addresses and keys by which this peer finds the others and is found."""
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = ()
     """Addresses of peers of the swarm to join; [] starts a new swarm."""
@@ -124,7 +124,7 @@ class PeerSwarmConfig(PeerLocal):
 
     @field_serializer("token", when_used="json")
     def _keep_secret(self, token: str | None) -> str | None:
-        """config.yaml and logs name the file of a token, never the token itself."""
+        """Keep a token out of config.yaml and logs: they name its file only."""
         return token if token is not None and token.startswith("@") else None
 
 

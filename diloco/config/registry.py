@@ -1,6 +1,6 @@
-"""The names that a setting may have where user code may add to ours: `diloco.register`.
+"""The names of settings to which user code may add its own: `diloco.register`.
 
-What the settings have to know of each name is here, so that a configuration is checked without
+The traits of each name that settings depend on are here, so that a configuration is checked without
 importing torch. An unknown name is looked for among the entry points of installed packages, group
 `diloco.extensions`; importing it registers it. So a manifest from a stranger makes this process
 import what its user installed under that name, and nothing else. A file of the user's own is
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """What the names of one setting stand for. Our own come with their module.
+    """The objects behind the names of one setting. Those of the package come with their module.
 
     Attributes:
         traits: every name, with what the settings have to know of it.
@@ -57,7 +57,7 @@ class Registry(Mapping[str, T]):
         return [name for name, its in self.traits.items() if its == trait]
 
     def check(self, name: str) -> str:
-        """A pydantic validator: a name that is registered, or is by importing its package."""
+        """Validate, for pydantic, that a name is registered, perhaps by importing its package."""
         installed, why = entry_points(group=GROUP), ""
         for point in installed.select(name=name) if name not in self.traits else ():
             try:
@@ -93,7 +93,7 @@ REGISTRIES = (OUTER_OPTIMIZERS, MERGE_RULES, CODECS, INNER_OPTIMIZERS, DATA_SOUR
 
 
 def import_code(files: tuple[str, ...]) -> tuple[str, ...]:
-    """A pydantic validator: imports files of the user's own, each once in a process."""
+    """Import, as a pydantic validator, files of the user's own, each once in a process."""
     for file in files:
         name = f"diloco_code:{Path(file).resolve()}"
         if name in sys.modules:

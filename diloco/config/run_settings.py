@@ -68,15 +68,15 @@ class SwarmRules(RunOwned):
 
 
 class SwarmConfig(PeerSwarmConfig, SwarmRules):
-    """How this peer finds the others and is found, and whom the run admits."""
+    """The addresses and keys by which peers find each other, and the rule of admission."""
 
 
 class RunConfig(PeerRunConfig, RunIdentity):
-    """What is trained, and where this peer keeps it."""
+    """The identity of the run, and its directory on this peer."""
 
 
 class BudgetConfig(RunOwned):
-    """When the run ends: at the first limit. Who starts it again with a greater one raises it."""
+    """The end of the run: the first limit reached. A restart with greater limits raises them."""
 
     outer_steps: int | None = Field(None, ge=1, le=10**15)
     """Outer steps after which the run ends; null is no limit."""
@@ -91,7 +91,7 @@ class BudgetConfig(RunOwned):
         return self
 
     def is_used_up(self, outer_steps: int, tokens: int) -> bool:
-        """Whether a limit is reached after so many outer steps and applied tokens."""
+        """Return True if a limit is reached after so many outer steps and applied tokens."""
         steps_over = self.outer_steps is not None and outer_steps >= self.outer_steps
         return steps_over or (self.tokens is not None and tokens >= self.tokens)
 
@@ -126,7 +126,7 @@ class InnerConfig(RunOwned):
 
 
 class OuterConfig(RunOwned, Schedule):
-    """What happens every `sync_every` inner steps. Its properties say which mode a run is in."""
+    """The outer step, every `sync_every` inner steps. Its properties say which mode a run is in."""
 
     method: Literal["diloco", "data_parallel"]
     """diloco: pseudo-gradients and outer steps; data_parallel: gradients in every inner step."""
@@ -184,7 +184,7 @@ class OuterConfig(RunOwned, Schedule):
 
     @property
     def windowed(self) -> bool:
-        """Whether a momentum step belongs to `delay` contributions, rather than to a version."""
+        """True if a momentum step belongs to `delay` contributions, rather than to a version."""
         return OUTER_OPTIMIZERS.traits[self.optimizer]
 
     @field_validator("lr_by_peers", mode="before")
@@ -204,7 +204,7 @@ Problems = Iterator[tuple[object, str]]  # whether it is one, and what to say
 
 
 def _problems_of_rounds(outer: OuterConfig) -> Problems:
-    """When contributions are due, and which a version waits for."""
+    """Check when contributions are due, and which ones a version waits for."""
     every, overlap, fragments = outer.sync_every, outer.overlap, outer.fragments
     text = f"outer.overlap={overlap} is not less than outer.sync_every={every}; lower it"
     yield overlap >= every, text
@@ -224,7 +224,7 @@ def _problems_of_rounds(outer: OuterConfig) -> Problems:
 
 
 def _problems_of_updates(outer: OuterConfig) -> Problems:
-    """What a contribution counts, and what a version is made of."""
+    """Check the weights of contributions, and the making of a version."""
     momentum, delay, delay_c = outer.momentum, outer.delay, outer.delay_c
     text = f"outer.momentum={momentum} does not go with outer.codec_up=topk"
     yield outer.codec_up == "topk" and momentum, f"{text}; set outer.momentum=0"

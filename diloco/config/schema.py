@@ -45,12 +45,12 @@ class Config(Settings):
 
     @property
     def only_here(self) -> bool:
-        """Whether nobody on another machine can connect to this peer."""
+        """True if no other machine can connect to this peer."""
         return all(reachability(address) == "loopback" for address in self.swarm.listen)
 
     @property
     def joining_command(self) -> str:
-        """What others type before an address to join; the owner does so in a closed run."""
+        """The command before an address: to join, or in a closed run to invite."""
         swarm = self.swarm
         if swarm.admit == "anyone" or (self.run.key is None and swarm.key_path is None):
             return "diloco join"
@@ -59,14 +59,14 @@ class Config(Settings):
 
     @property
     def names_files(self) -> bool:
-        """Whether the manifest would name files, and not yet their digests."""
+        """True if the manifest would name files that have no digests yet."""
         model, data = self.model, self.data
         return (model.path is not None and model.weights is None) or (
             data.tokenizer not in ("bytes", FILES) and not data.tokenizer_files
         )
 
     def manifest(self) -> Manifest:
-        """The run-owned half."""
+        """Return the run-owned half."""
         halves: dict[str, Any] = {}
         for group, field in Manifest.model_fields.items():
             half: Any = field.annotation
@@ -77,7 +77,7 @@ class Config(Settings):
         return Manifest(**halves)
 
     def adopt(self, manifest: Manifest) -> Config:
-        """This peer's half with the run-owned half of `manifest`, as a joiner takes it.
+        """Replace the run-owned half by that of `manifest`, as a joiner does.
 
         Raises ConfigError if they do not fit, as data.source=text there without a data.path here.
         """
@@ -90,11 +90,11 @@ class Config(Settings):
             raise ConfigError(f"the manifest of the run does not fit this peer: {why}") from None
 
     def to_yaml(self) -> str:
-        """The configuration as YAML with every key; `compose(base=FILE)` reads it back."""
+        """Return YAML with every key; `compose(base=FILE)` reads it back."""
         return OmegaConf.to_yaml(OmegaConf.create(self.model_dump(mode="json")))
 
     def warnings(self) -> list[str]:
-        """One line per setting that works but is probably not meant."""
+        """List, a line each, settings that work but are probably not meant."""
         return list(_doubtful(self))
 
 

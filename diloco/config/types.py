@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls: type[_Settings], values: Mapping[str, Any]) -> _Settings:
-        """`model_validate` for values that somebody typed: raises ConfigError with one line."""
+        """Validate values that a user typed: raises ConfigError with one line."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -56,8 +56,8 @@ class Settings(BaseModel):
 class RunOwned(Settings):
     """Settings that define the run: equal on all peers, part of the manifest and of its hash.
 
-    Hashes stay as they were when a setting is added: its name goes into `omitted_at_default`, and
-    JSON does not have it while it has its default.
+    A setting added later goes into `omitted_at_default`: JSON omits it while it has its default, so
+    the hashes of older runs do not change.
     """
 
     omitted_at_default: ClassVar[tuple[str, ...]] = ()
@@ -76,12 +76,12 @@ class PeerLocal(Settings):
 
 
 def _to_text(value: Any) -> Any:
-    """`run.id=7` is a number to the override parser; the user meant text."""
+    """Convert a number to text: the override parser reads `run.id=7` as a number."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _to_tuple(value: Any) -> Any:
-    """A list from YAML or JSON becomes immutable, and a single text stands for a list of one."""
+    """Convert a list from YAML or JSON, or a single text, to a tuple."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value

@@ -71,13 +71,13 @@ class LiveView:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the terminal to a question."""
+        """Release the terminal for a question."""
         self.__exit__()
         yield
         self.__enter__()
 
     def update(self, message: Report) -> None:
-        """Shows a message: `Ready`, `Notice` or `PeerStatus`; others are ignored."""
+        """Show a message: `Ready`, `Notice` or `PeerStatus`; others are ignored."""
         if isinstance(message, PeerStatus):
             if self._first is None and message.version is not None and message.state == "training":
                 self._first = (self._lines.clock(), message.version)
@@ -91,11 +91,11 @@ class LiveView:
         self._lines(message)
 
     def note(self, text: str) -> None:
-        """Prints a line above the table, for an event."""
+        """Print a line above the table, for an event."""
         self._lines.note(text)
 
     def stage(self, name: str, text: str = "") -> None:
-        """What is under way, with how far it is; what was under way before becomes a line."""
+        """Show the stage under way and its progress; the one before becomes a line."""
         before, said = self._stage
         if before and before != name:
             self.note(f"{before}: {said}" if said else before)
@@ -109,7 +109,7 @@ class LiveView:
             self._console.print(text, soft_wrap=True)
 
     def render(self) -> RenderableType:
-        """The progress bar over the table, which is cut where the terminal has no room for it."""
+        """Return the progress bar over the table, cut where the terminal has no room for it."""
         rows = list(self._lines.known.values())  # the refreshing thread must not see it grow
         under_way = [Text(": ".join(filter(None, self._stage)))] if self._stage[0] else []
         if not rows:
@@ -161,7 +161,7 @@ class LiveView:
 
 
 def _rates(rows: Sequence[PeerStatus]) -> list[str]:
-    """Tokens per second, bytes sent and received of these peers together, where known."""
+    """Sum tokens per second, bytes sent and bytes received of these peers, where known."""
 
     def total(name: str) -> float | None:
         known = [value for row in rows if (value := getattr(row, name)) is not None]
@@ -179,12 +179,12 @@ class Stderr(logging.Handler):
 
 
 def print_warnings() -> None:
-    """Warnings of the package and of libraries go to the terminal, a line each."""
+    """Print warnings of the package and of libraries on the terminal, a line each."""
     logging.basicConfig(handlers=[Stderr()])
 
 
 def print_who_can_join(console: Console, config: Config) -> None:
-    """One line: red for a run that is open to the network; none without a swarm."""
+    """Print a line: red for a run that is open to the network; none without a swarm."""
     if (notice := who_can_join(config)) is not None:
         text, is_warning = notice
         console.print(text, style="bold red" if is_warning else "dim", highlight=False)

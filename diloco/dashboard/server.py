@@ -69,7 +69,7 @@ class Dashboard(ThreadingTCPServer):
         self._seen_at = clock()
 
     async def watch(self, watcher: SwarmWatcher) -> None:
-        """Asks once a second, for all pages together, until cancelled."""
+        """Ask once a second, for all pages together, until cancelled."""
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
         # Ctrl+C cancels this task. A wait_for of Python 3.11 that has just finished swallows that.
         watching = asyncio.current_task()
@@ -81,7 +81,7 @@ class Dashboard(ThreadingTCPServer):
             self.shutdown()
 
     async def poll(self, watcher: SwarmWatcher) -> None:
-        """Asks once."""
+        """Ask once."""
         try:
             self.snapshot = await watcher.ask()
         except DilocoError as error:
@@ -91,13 +91,13 @@ class Dashboard(ThreadingTCPServer):
             self.answers, self._seen_at = True, self._clock()
 
     def seen_s(self) -> float:
-        """Seconds since the last answer."""
+        """The seconds since the last answer."""
         return self._clock() - self._seen_at
 
     def answer(self, host: str, path: str) -> tuple[int, str, bytes]:
-        """Status, type and body for a request with this `Host`.
+        """Return status, type and body for a request with this `Host`.
 
-        A site may have its own name point to 127.0.0.1, and then read the page as its own (DNS
+        A web site may point its own name to 127.0.0.1, and then read the page as its own (DNS
         rebinding). Its name stays in `Host`, so only addresses and names of this machine are
         answered.
         """
@@ -143,7 +143,7 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def exposition(dashboard: Dashboard) -> str:
-    """The text for Prometheus; while no peer answers, only `diloco_up` and the age change."""
+    """Return the text for Prometheus; if no peer answers, only `diloco_up` and the age change."""
     up, age_s, snapshot = float(dashboard.answers), dashboard.seen_s(), dashboard.snapshot
     gauges = [
         _gauge("up", "Whether a peer of the swarm answers", {"": up}),
@@ -155,7 +155,7 @@ def exposition(dashboard: Dashboard) -> str:
 
 
 def _gauge(name: str, text: str, values: Mapping[str, float]) -> str:
-    """A metric with a value for each label, as `{name="value"}` or ""."""
+    """Format a metric with a value for each label, which is `{name="value"}` or ""."""
     lines = [f"diloco_{name}{label} {float(value)}\n" for label, value in values.items()]
     return "".join([f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n", *lines])
 

@@ -32,7 +32,7 @@ Cell = Text | str
 def render(
     snapshot: Snapshot, console: Console, rows: int = 1000, lost: str | None = None
 ) -> RenderableType:
-    """All that `diloco status` shows; at most `rows` peers, fragments and contributions each."""
+    """Return the tables of `diloco status`: at most `rows` peers, fragments, contributions each."""
     names = snapshot.names()
     parts: list[RenderableType] = [_head(snapshot, lost), _loss(snapshot, console.width)]
     parts += [_peers(snapshot, names, rows), _fragments(snapshot, names, rows)]
@@ -106,7 +106,7 @@ def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table
 
 
 def _rounds(snapshot: Snapshot) -> Table:
-    """The contributions to the control fragment; the JSON has those of all fragments."""
+    """Return the contributions to the control fragment; the JSON has those of all fragments."""
 
     def cells(row: Round) -> list[Cell]:
         spent = ["-"] * len(PHASES)
@@ -153,7 +153,7 @@ def _events(snapshot: Snapshot, width: int) -> Text:
 
 
 def _table(title: str, columns: str, cells: Iterable[Sequence[Cell]], limit: int) -> Table:
-    """`limit` of the rows, and how many more there are; < before a title aligns its column left."""
+    """Return `limit` rows, and a count of the others; < before a title aligns its column left."""
     bold = Text(title, style="bold")
     table = Table(title=bold, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for name in columns.split():

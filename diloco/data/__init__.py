@@ -44,7 +44,7 @@ Dataset = LocalDataset | HubDataset
 def load(
     settings: DataConfig, seed: int, on_progress: OnProgress = lambda done, total: None
 ) -> Dataset:
-    """Opens the data of a run: reads and tokenises local text, or connects to the hub.
+    """Open the data of a run: read and tokenise local text, or connect to the hub.
 
     Raises DataError: the data is missing, unreadable or empty, or there is no such field, tokenizer
     or hub dataset.

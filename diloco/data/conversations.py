@@ -1,6 +1,6 @@
-"""Conversations and instructions to tokens, of which the answers are marked: only they are learned.
+"""Conversations and instructions to tokens; the loss counts tokens of answers only.
 
-A row of a data set is told by its columns, each row by itself:
+The columns of a row say what it holds; rows of one data set may differ:
 
     messages                       [{role, content}, ...], as chat templates take them
     conversations                  ShareGPT: [{from, value}, ...]
@@ -63,7 +63,7 @@ class Chat(NamedTuple):
 
 
 def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
-    """What a row holds: a chat, a prompt and its completion, or plain text.
+    """Read a row as a chat, a prompt and its completion, or plain text.
 
     Raises ValueError for a row without any of it, with the columns that it has.
     """
@@ -94,7 +94,7 @@ def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
 
 
 def _system(row: Mapping[str, Any]) -> list[Message]:
-    """The message of a column of its own, where there is one."""
+    """Return the system message of a row that has it in a column of its own."""
     return [{"role": "system", "content": str(row["system"])}] if "system" in row else []
 
 
@@ -122,7 +122,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of content as a text, or as a list of parts."""
+    """Join the content of a message, which is a text or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -134,7 +134,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool, whose arguments may be JSON text, as OpenAI writes them."""
+    """Return a tool call; its arguments may be JSON text, as OpenAI writes them."""
     function = dict(call.get("function", call))
     if "arguments" in function:
         function["arguments"] = _decoded(function["arguments"])
@@ -142,16 +142,16 @@ def _call(call: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """What the JSON text of an object or a list stands for; other values as they are."""
+    """Parse the JSON text of an object or a list; return other values as they are."""
     is_json = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
     return json.loads(value) if is_json else value
 
 
 def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sample]:
-    """The tokens of what a row holds, and which of them are learned; of a chat in the parts of
-    `Tokenizer.encode_chat`.
+    """Tokenise the content of a row and mark the learned tokens; a chat gives one sample for each
+    part of `Tokenizer.encode_chat`.
 
-    Raises ValueError for what has no answer, or that the chat template refuses.
+    Raises ValueError for a chat without an answer, and for what the chat template refuses.
     """
     if isinstance(found, Chat):
         if not any(message["role"] == "assistant" for message in found.messages):
@@ -168,11 +168,11 @@ def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sa
 
 
 def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
-    """The packed sequences, (N, 2, T), of the rows of `data.path`, or of a dataset of the hub.
+    """Pack the rows of `data.path`, or of a dataset of the hub: (N, 2, T).
 
-    Rows that cannot be read, or that `encode` refuses, are left out, as are those of which nothing
-    is learned; a line says how many. Raises DataError, which names a file and a row, where they are
-    half of all or more.
+    Rows that cannot be read or encoded are left out, as are those of which nothing is learned; a
+    line of the log counts them. Raises DataError, which names a file and a row, if they are half of
+    all rows or more.
     """
     kind, key, files = settings.source, "data.path", list[Path]()
     if kind == "hub":
@@ -221,7 +221,7 @@ def _is_learned(sample: Sample, length: int) -> bool:
 
 
 def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
-    """The format of a dataset, and its files, which are fetched once."""
+    """Return the format of a dataset, and its files, which are fetched once."""
     with as_data_error(f"data.name: {settings.name}", HUB_REMEDY):
         kind, names, opened = find_files(settings)
         if kind == "text":
@@ -233,12 +233,11 @@ def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
 
 
 def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
-    """Sequences of T = `length` tokens, (N, 2, T): tokens, and 2 x segment + (1 if it is learned).
+    """Pack samples into (N, 2, T), T = `length`: tokens, and 2 x segment + (1 if it is learned).
 
-    Best fit, the longest first (Ding et al. 2024, arXiv 2404.10830): a sample is whole, cut off
-    only if it is longer than a sequence, and left out if nothing of it is learned then. Segments
-    count from 1; what is left of a sequence is segment 0. The first token of a segment is never
-    learned: nothing is before it.
+    Best fit, the longest first (Ding et al. 2024, arXiv 2404.10830). A sample is cut only if it is
+    longer than a sequence, and left out if no learned token is left of it. Segments count from 1;
+    padding is segment 0. The first token of a segment is never learned, as none is before it.
     """
     kept = [sample for sample in samples if _is_learned(sample, length)]
     inside = list[list[Sample]]()  # of each sequence

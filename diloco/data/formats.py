@@ -1,5 +1,4 @@
-"""From one file to the texts of its rows: JSON, Parquet, CSV, Arrow and plain text, compressed or
-not.
+"""Reads the texts of the rows of one file: JSON, Parquet, CSV, Arrow or plain text.
 
 - A text is UTF-8, and b"" where a row has none (null, an empty string, no such field): the n-th is
   that of row `start` + n.
@@ -56,10 +55,10 @@ _CONTENT = re.compile(
 
 
 class OddRows:
-    """Counts rows, and those that cannot be used; a line of the log names the first of these, with
-    `live` at the 1st, the 10th, the 100th, ..., else by `close`.
+    """Counts rows and unusable rows. A line of the log names the first unusable one: with `live` at
+    the 1st, the 10th, the 100th, ..., else in `close`.
 
-    Raises DataError instead where they are half of all rows or more.
+    Raises DataError instead if they are half of all rows or more.
     """
 
     rows = count = 0
@@ -94,8 +93,8 @@ _Row = dict[str, Any] | ValueError  # or why it is none
 def read_rows(
     handle: BinaryIO, path: str, format: str, field: str, start: int = 0, odd: OddRows | None = None
 ) -> Iterator[bytes]:
-    """The texts of the rows of one file, from row `start` on; `path` is its name in errors. Without
-    `odd` a row that cannot be used is an error."""
+    """Yield the texts of one file from row `start` on; `path` is its name in errors. Without `odd`
+    an unusable row is an error."""
     for number, row in enumerate(records(handle, path, format, field, start), start + 1):
         if odd is not None:
             odd.rows += 1
@@ -112,8 +111,8 @@ def read_rows(
 def records(
     handle: BinaryIO, path: str, format: str, field: str | None = None, start: int = 0
 ) -> Iterator[_Row]:
-    """The rows of one file, from row `start` on, or why there is none; with a `field`, at least
-    that of their columns."""
+    """Yield the rows of one file from row `start` on, or the error of an unusable one; with a
+    `field`, other columns may be left out."""
     head = handle.read(16)
     handle.seek(0)
     if format == "parquet" and not _CONTENT.match(head):  # which is read from its end
@@ -125,12 +124,12 @@ def records(
 
 
 def num_rows(handle: Any) -> int:
-    """How many rows a Parquet file says that it has."""
+    """Return the number of rows in the metadata of a Parquet file."""
     return int(_parquet_file(handle).metadata.num_rows)
 
 
 def format_of(name: str) -> str | None:
-    """The format that a file's suffix names, in small or capital letters, compressed or not."""
+    """Return the format that a file's suffix names, in any case, compressed or not."""
     stem, found, suffix = name.lower().rpartition(".")
     if found and f".{suffix}" in COMPRESSIONS:
         suffix = stem.rpartition(".")[2]
@@ -138,7 +137,7 @@ def format_of(name: str) -> str | None:
 
 
 def is_hidden(parts: Sequence[str]) -> bool:
-    """Whether a file below a folder, or in an archive, is not meant for readers."""
+    """Return True for a file, below a folder or in an archive, that is not meant for readers."""
     return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
@@ -150,7 +149,7 @@ def log_left_out(files: Sequence[object], kind: str) -> None:
 
 
 def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
-    """A file decompressed, without a byte order mark; or each file of an archive."""
+    """Yield a file decompressed and without byte order mark, or each file of an archive."""
     found = _CONTENT.match(handle.read(16))
     handle.seek(0)
     kind = found.lastgroup if found else None
@@ -225,8 +224,7 @@ def _json(content: io.BufferedReader, path: str, field: str | None) -> Iterator[
 
 
 def _json_rows(content: Any, numbers: bool) -> Iterator[object]:
-    """The rows of JSON lines, and errors in place of those that are none; or else those of the one
-    list or object over several lines."""
+    """Yield the rows of JSON lines, or the error of a bad one; else those of one JSON document."""
     # Numbers that nobody looks at may have more digits than Python converts.
     parse_int = None if numbers else lambda digits: 0
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=parse_int), 0, b""
@@ -297,7 +295,7 @@ def _parquet_file(handle: Any) -> Any:
 
 
 def parquet_columns(handle: Any, field: str) -> Iterator[Any]:
-    """The values of a column of Parquet, of pyarrow; DataError if there is none of that name."""
+    """Yield the values (pyarrow scalars) of a column of Parquet; DataError if it is missing."""
     file = _parquet_file(handle)
     if field not in file.schema_arrow.names:
         raise NoFieldError(str(handle.name), field, file.schema_arrow.names)
@@ -341,7 +339,7 @@ def _table_rows(batches: Any, schema: Any, path: str, field: str | None) -> Iter
 
 
 def _without_null(value: Any) -> Any:
-    """Without the keys that are null: Arrow gives all objects of a column the same keys."""
+    """Drop keys that are null: Arrow gives all objects of a column the same keys."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [*map(_without_null, value)] if isinstance(value, list) else value

@@ -116,7 +116,7 @@ class HubFiles:
         return as_data_error(f"data.name: {what}", HUB_REMEDY)
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
-        """The rows of a file, from one on, and None at its end."""
+        """Yield the rows of a file from row `start` on, and None at its end."""
         path, row = self.files[file], start
         try:
             for text in read_rows(handle, path, self.format, self.settings.field, start, self._odd):
@@ -140,7 +140,7 @@ class HubFiles:
 
 
 class Reader:
-    """Reads units; forward is cheap.
+    """Reads units; going forward is cheap.
 
     Attributes:
         lengths: rows of the files that were read to their end, or that say it themselves, by index.
@@ -153,7 +153,7 @@ class Reader:
         self._rows: Iterator[bytes | None] = iter(())
 
     def unit(self, number: int, start: int = 0) -> Iterator[bytes]:
-        """The rows of a unit, from one of them on."""
+        """Yield the rows of a unit, from row `start` of it on."""
         if self._dataset.by_file:
             files = len(self._dataset.files)
             order = _order(files, f"{self._dataset.seed}/{number // files}")
@@ -166,7 +166,7 @@ class Reader:
                 return
 
     def rows(self, file: int, epoch: int = 0, start: int = 0) -> Iterator[bytes]:
-        """The rows of a file, from one on."""
+        """Yield the rows of a file, from row `start` on."""
         jumps = self._dataset.format == "parquet" and start > self._row + JUMP_ROWS
         if (file, epoch) != self._place or start < self._row or jumps:
             self._place, self._row = (file, epoch), start if file in self.lengths else 0
@@ -181,7 +181,7 @@ class Reader:
                 yield row
 
     def _find(self, number: int) -> tuple[int, int, int]:
-        """File, epoch and row of a number; the row may be behind the end of the file."""
+        """Return file, epoch and row of a unit; the row may be behind the end of the file."""
         dataset, files = self._dataset, len(self._dataset.files)
         epoch, row = 0, number
         if len(self.lengths) == files:
@@ -198,7 +198,7 @@ class Reader:
     def _patiently(
         self, file: int, read: Callable[[Any, int], Iterator[T]], row: int = 0
     ) -> Iterator[T]:
-        """What is read of a file, from a row on; once more from there where a connection breaks."""
+        """Yield what `read` reads of a file from `row` on; where a connection breaks, reopen it."""
         dataset, waits = self._dataset, iter(RETRIES_S)
         with dataset.reading(file):
             while True:
@@ -223,7 +223,7 @@ def _order(files: int, key: str) -> list[int]:
 
 
 def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str], Any]]:
-    """Format and files of a split of a dataset, and the function that opens them.
+    """Return format and files of a split of a dataset, and the function that opens them.
 
     The publisher of a dataset may name any file as its data: one of this machine, or of another
     server. Only files of the dataset itself are read. Raises DataError if it names others, or there
@@ -280,8 +280,7 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
 
 
 def _links(folder: Path, place: Path) -> dict[str, Path]:
-    """Makes links to a folder's files, of the same names but for what `datasets` takes for a
-    pattern."""
+    """Link to the files of a folder, under names without characters of `datasets` patterns."""
     links = {}
     for number, file in enumerate(files_below(folder)):
         link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))

@@ -45,7 +45,7 @@ Ids = NDArray[Any]  # (n,) of an integer type
 
 
 class LocalDataset:
-    """All sequences of local sources, which have numbers.
+    """Numbered sequences of local sources.
 
     Attributes:
         description: one line for the log, with the sources and their sizes.
@@ -96,8 +96,9 @@ class LocalDataset:
         rows: tuple[int, int] = (0, 1),
         leases: Leases | None = None,
     ) -> NumberedStream:
-        """Training batches of shard `shard` of `shards`; the shards of one seed are disjoint and
-        cover the data. With `leases`, of the units of the run's list that the swarm leases.
+        """Return the training batches of shard `shard` of `shards`: the shards of one seed are
+        disjoint and cover the data. With `leases`, the batches have the sequences that the swarm
+        leases.
 
         `rows` is (rank, size) of a process: its batches are the rows rank, rank + size, ... of the
         peer's, (B / size, T), and its state is the peer's.
@@ -105,12 +106,11 @@ class LocalDataset:
         return NumberedStream(self.training, size, self._seed, shard, shards, rows, leases)
 
     def units(self, sequences: int) -> int:
-        """How many of the units that the swarm leases hold about so many sequences: here as
-        many."""
+        """Return the leased units that hold about so many sequences: a unit is a sequence."""
         return sequences
 
     def holdout(self, sequences: int) -> Tensor:
-        """The first `sequences` held-out ones, or all: (N, T) int64, equal on every peer."""
+        """Return the first `sequences` held-out ones, or all: (N, T) int64, equal on every peer."""
         # In file order they would be of one or two documents. The order does not depend on the
         # seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
@@ -131,8 +131,8 @@ def _sequences(
     on_progress: OnProgress,
     marks: bool,
 ) -> tuple[SequenceArray, NDArray[Any], str]:
-    """Training and held-out sequences, (N, T) each, of a source, and a line about it; `name` is
-    that in a mixture, `marks` whether the mixture has conversations."""
+    """Return training and held-out sequences, (N, T) each, of a source, and a description; `name`
+    is its name in a mixture, `marks` says that the mixture has conversations."""
     length = settings.sequence_length
     tokens = _tokens(settings, name, tokenizer, on_progress)
     training, held_out = (
@@ -164,7 +164,7 @@ def _sequences(
 def _tokens(
     settings: DataConfig, name: str | None, tokenizer: Tokenizer, on_progress: OnProgress
 ) -> TokenList:
-    """Errors name `data.path` and `data.field`, or what they are called in a mixture."""
+    """Tokenise a source. Errors name `data.path` and `data.field`, or their keys in a mixture."""
     try:
         if settings.source == "tokens":
             return tokens_in(settings, tokenizer)
@@ -186,7 +186,7 @@ def _tokens(
 
 
 def tokens_in(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
-    """The ids in the files of `data.path`.
+    """Read the ids in the files of `data.path`.
 
     Raises DataError, which names the file: it cannot be read, holds no integers, or has an id that
     the tokenizer has not.
@@ -260,7 +260,7 @@ def _lists(handle: Any, field: str) -> Iterator[Ids]:
 
 
 def _known(ids: Ids, tokenizer: Tokenizer) -> Ids:
-    """The ids, if the tokenizer has them all; else ValueError."""
+    """Return the ids if the tokenizer has them all; else raise ValueError."""
     for start in range(0, len(ids), LOOKED_AT):
         part = ids[start : start + LOOKED_AT]
         low, high = int(part.min()), int(part.max())

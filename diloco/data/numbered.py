@@ -41,28 +41,28 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceSource(Protocol):
-    """Sequences 0, 1, 2, ... without an end, in as many orders as there are names for one."""
+    """Endless sequences 0, 1, 2, ..., in one permutation for each name of an order."""
 
     digest: str  # names the content; a checkpoint holds it
 
     def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
-        """The sequences with these numbers, (N,), in an order: (N, T), of any integer type."""
+        """Return the sequences numbered (N,) in an order: (N, T), of any integer type."""
 
 
 class Leases(Protocol):
     """Work units that the swarm leases to this peer. Called by the training loop's thread only."""
 
     def take(self, number: int) -> Ranges | None:
-        """The next `number` sequences, trained on from now on; None while so many are not
+        """Take the next `number` sequences, which are trained on from now on; None while fewer are
         leased."""
 
     def ahead(self, number: int) -> Ranges:
-        """Up to `number` sequences that would be taken next, as it looks now; none is taken."""
+        """Return up to `number` sequences that `take` would return next; takes none."""
 
 
 class SequenceArray:
-    """The endless list of an array of sequences, (N, T), which may be mapped into memory; with
-    `marks` each is read as `marked` makes it, for a mixture with conversations."""
+    """An array of sequences, (N, T), perhaps mapped into memory, as an endless list; with `marks`
+    each is read as `marked` makes it, for a mixture with conversations."""
 
     def __init__(self, rows: NDArray[Any], digest: str, marks: bool = False) -> None:
         self.rows, self._marks = rows, marks
@@ -82,8 +82,8 @@ class SequenceArray:
 
 
 def marked(rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows of plain text, (N, T), as `conversations.pack` has them, (N, 2, T): one segment, all
-    learned."""
+    """Bring rows of plain text, (N, T), into the form of `conversations.pack`, (N, 2, T): one
+    segment, all learned."""
     if rows.ndim == 3:
         return rows
     marks = np.full(rows.shape, 3, np.int32)
@@ -114,7 +114,7 @@ class Mixture:
 
 
 def sequences_per_block(weights: Sequence[float]) -> tuple[int, ...]:
-    """Sequences of each source in a block: the whole numbers nearest to the weights."""
+    """Return the sequences of each source in a block: integers nearest to the weights."""
     exact = np.asarray(weights, dtype=np.float64) * (MIXTURE_BLOCK / sum(weights))
     counts = np.floor(exact).astype(int)
     missing = MIXTURE_BLOCK - int(counts.sum())
@@ -125,7 +125,7 @@ def sequences_per_block(weights: Sequence[float]) -> tuple[int, ...]:
 def mixture_positions(
     numbers: Numbers, order: str, counts: tuple[int, ...]
 ) -> tuple[Numbers, Numbers]:
-    """Of each number, (N,), its source, and how many sequences of that come before it: two (N,)."""
+    """Return for each number, (N,), its source, and its index in that source: two (N,)."""
     blocks, positions = np.divmod(numbers, MIXTURE_BLOCK)
     sources, ranks = np.empty_like(positions), np.empty_like(positions)
     for block in np.unique(blocks):
@@ -139,7 +139,7 @@ def mixture_positions(
 
 @functools.lru_cache(maxsize=16)
 def _pattern(key: str, counts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
-    """Of each position in a block, its source, and how many before it have the same one."""
+    """Return for each position in a block its source, and its index within that source."""
     numbers = permuted(np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, key)
     sources = np.searchsorted(np.cumsum(counts), numbers, side="right")
     ranks = np.empty_like(sources)
@@ -149,7 +149,7 @@ def _pattern(key: str, counts: tuple[int, ...]) -> tuple[Numbers, Numbers]:
 
 
 class NumberedStream:
-    """One peer's endless batches of a numbered list: its shard, or the work units that the swarm
+    """Endless batches of one peer from a numbered list: its shard, or the work units that the swarm
     leases to it.
 
     A unit is taken when its batch is handed out. While none are leased (the peer that hands out
@@ -238,8 +238,8 @@ def warn_of_other_data() -> None:
 
 
 def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:
-    """Yields ranges of `size` sequences in all, one list after the other, as far as they are
-    full."""
+    """Yield groups of `size` sequences, list after list; an incomplete group at the end is
+    dropped."""
     part: list[tuple[int, int]] = []
     missing = size
     for start, stop in ranges:
@@ -257,7 +257,7 @@ def _cut(ranges: Ranges, size: int) -> Iterator[Ranges]:
 
 
 def permuted(positions: Numbers, size: int, key: str) -> Numbers:
-    """`positions`, each in [0, size), by the permutation that `key` names: same shape, int64.
+    """Map `positions`, each in [0, size), by the permutation that `key` names: same shape, int64.
 
     A Feistel network permutes the numbers below the next power of four. A result outside of the
     range goes through the network again until it is inside (fewer than 4 passes on average). It

@@ -29,8 +29,7 @@ DOCUMENTS_AT_ONCE = 256  # in a call of the tokenizer, which keeps its threads b
 
 
 def documents_of(row: bytes, source: str = "") -> Iterator[bytes]:
-    """The documents of one row: itself, or pieces as of a text file if it is long; none if
-    empty."""
+    """Yield the documents of a row: the row, pieces of it if it is long, or none if it is empty."""
     # Line ends only make a text longer, so a short row is not normalised here.
     is_long = len(row) > LONG_ROW_BYTES and source != "stdlib"
     if is_long and len(with_plain_line_ends(row).rstrip()) > LONG_ROW_BYTES:
@@ -40,9 +39,9 @@ def documents_of(row: bytes, source: str = "") -> Iterator[bytes]:
 
 
 def pieces(handle: BinaryIO) -> Iterator[bytes]:
-    """The file in pieces of about `_PIECE_BYTES`, cut after a line, or else a word or a character.
+    """Yield a file in pieces of about `_PIECE_BYTES`, cut after a line, a word or a character.
 
-    A line end counts as one byte: a copy of the text with others is cut at the same places.
+    A line end counts as one byte, so that a copy of the text with other line ends is cut alike.
     """
     rest, ahead, end = b"", b"", _PIECE_BYTES
     while True:
@@ -64,8 +63,8 @@ def pieces(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _last_character(block: bytes) -> int:
-    """Where the last UTF-8 character, possibly incomplete, begins; the length if it is not
-    UTF-8."""
+    """Return the index of the last UTF-8 character, which may be incomplete; the length of the
+    block if it is not UTF-8."""
     for start in range(len(block) - 1, len(block) - 5, -1):
         if block[start] & 0xC0 != 0x80:
             return start
@@ -76,17 +75,15 @@ def _last_character(block: bytes) -> int:
 
 
 def is_held_out(document: bytes, fraction: float, source: str = "") -> bool:
-    """Whether a document is kept for evaluation: `document_hash`, as one in [0, 1), is below
-    `fraction`."""
+    """Return True for a document whose `document_hash`, scaled to [0, 1), is below `fraction`."""
     return document_hash(document, source) < fraction * 2.0**64
 
 
 def document_hash(document: bytes, source: str = "") -> int:
-    """The hash of a document, below 2**64, whatever its line ends and the white space behind it
-    are.
+    """Hash a document to 64 bits, ignoring its kind of line ends and trailing white space.
 
     Equal documents are on the same side in all runs: no peer trains on a copy of a held-out
-    document. Of a text file it counts as whole lines even if the last one has no end.
+    document. In a text file the last line counts as whole even without a line end.
     """
     end = b"\n" if source in ("stdlib", "text") else b""
     content = with_plain_line_ends(document).rstrip() + end
@@ -94,7 +91,7 @@ def document_hash(document: bytes, source: str = "") -> int:
 
 
 def with_plain_line_ends(text: bytes) -> bytes:
-    """The text with `\\n` for each `\\r\\n` and `\\r`."""
+    """Replace each `\\r\\n` and `\\r` by `\\n`."""
     return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
@@ -102,7 +99,7 @@ def with_plain_line_ends(text: bytes) -> bytes:
 
 
 class Document(NamedTuple):
-    """Tokens that belong together, without the end token, and whether they are held out."""
+    """Tokens of one document, without the end token, and whether it is held out."""
 
     tokens: Tokens
     held_out: bool
@@ -111,7 +108,7 @@ class Document(NamedTuple):
 def encode(
     rows: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer, held_out: bool | None = None
 ) -> list[list[Document]]:
-    """The documents of each row; with `held_out` only those that are, or only those that are not.
+    """Tokenise the documents of each row; `held_out` selects one side, None both.
 
     Raises `DataError` as `Tokenizer.encode`.
     """
@@ -129,8 +126,8 @@ def encode(
 
 
 class Packer:
-    """Concatenates the tokens of documents, each behind what the tokenizer begins a text with and
-    followed by the end token, and cuts them into rows of T tokens.
+    """Concatenates documents, each as begin tokens, its tokens and the end token, and cuts them
+    into rows of T tokens.
 
     Tokens that do not fill a row wait for the next document.
     """
@@ -143,7 +140,7 @@ class Packer:
         self._waiting = bytearray()
 
     def __len__(self) -> int:
-        """The number of complete rows."""
+        """Return the number of complete rows."""
         return len(self._waiting) // (self.sequence_length * self._dtype.itemsize)
 
     def add(self, tokens: Tokens) -> None:
@@ -152,7 +149,7 @@ class Packer:
         self._waiting += self._end
 
     def take(self, rows: int) -> NDArray[Any]:
-        """Removes and returns the oldest `rows` rows, (rows, T)."""
+        """Remove and return the oldest `rows` rows, (rows, T)."""
         assert rows <= len(self), (rows, len(self))
         cut = rows * self.sequence_length * self._dtype.itemsize
         # The buffer itself becomes the array: an in-memory dataset must not exist twice.
@@ -161,7 +158,7 @@ class Packer:
         return np.frombuffer(taken, self._dtype).reshape(rows, self.sequence_length)
 
     def waiting(self) -> NDArray[Any]:
-        """A copy of the tokens that were added and not yet taken."""
+        """Return a copy of the tokens that were added and not yet taken."""
         return np.frombuffer(bytes(self._waiting), self._dtype)
 
     def restore(self, waiting: list[int]) -> None:

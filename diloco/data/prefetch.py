@@ -30,14 +30,13 @@ class BatchStream(Protocol):
     """Endless batches of one peer, resumable at every batch."""
 
     def __next__(self) -> Tensor:
-        """The next batch: (B, T) int64 on the CPU. Raises what reading the data raises."""
+        """Return the next batch: (B, T) int64 on the CPU. Raises what reading the data raises."""
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out, as a JSON object."""
+        """Return the position after the last batch that was handed out, as a JSON object."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues after that batch, before the first `next`; exactly if data and shards are the
-        same.
+        """Continue after that batch, before the first `next`; exactly if data and shards are equal.
 
         Raises CheckpointError: `state` is not a position of this kind of stream.
         """
@@ -47,15 +46,15 @@ class Planned(BatchStream, Protocol):
     """A stream whose batches can be made by another thread."""
 
     def plan(self) -> Hashable:
-        """What the next batch is made of; the position moves behind it."""
+        """Return the plan of the next batch, and move the position behind it."""
 
     def ahead(self, batches: int) -> list[Any]:
-        """The plans of the next batches, as it looks now."""
+        """Forecast the plans of the next batches."""
 
     def make(self, plan: Any) -> Tensor | None:
-        """The batch of a plan: (B, T) int64; None if it could not be foreseen, nor those after it.
+        """Make the batch of a plan: (B, T) int64; None if it, and each later one, cannot be yet.
 
-        The worker makes them in the order of the plans.
+        The worker calls it in the order of the plans.
         """
 
 

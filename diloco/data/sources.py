@@ -1,5 +1,5 @@
-"""Which files a source has, and their rows: UTF-8 text, in an order that depends on the data
-alone."""
+"""Lists the files of a source and reads their rows: UTF-8 text, in an order that depends on the
+data alone."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 class DataSource(ABC):
-    """A source of the user's own, which `diloco.register` makes known as `data.source`."""
+    """A source of the user's own, which `diloco.register` adds to `data.source`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def documents(self, settings: DataConfig) -> Iterator[str]:
-        """Yield the documents, in an order that depends on the data alone; `data.path` is free."""
+        """Yield documents in an order that depends on the data alone; `data.path` is free."""
 
 
 def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
-    """The rows of a local source that are not empty; `files` is what `files_of` has found.
+    """Yield the rows of a local source that are not empty; `files` comes from `files_of`.
 
     Raises DataError while iterating, if a file is unreadable or not text, or has no such field.
     """
@@ -76,7 +76,7 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def files_of(settings: DataConfig) -> list[Path]:
-    """The files of a local source in their order. Raises DataError if one is missing.
+    """List the files of a local source in order. Raises DataError if one is missing.
 
     A directory in `data.path` stands for all files below it that the source can read and that are
     not hidden. A line of the log says how many others there are.
@@ -116,14 +116,14 @@ def files_of(settings: DataConfig) -> list[Path]:
 
 
 def kind_of(file: Path, source: str) -> str:
-    """The format of a file: where it has rows with fields, its suffix names it."""
+    """Return the format of a file: its suffix says it for rows with fields."""
     named = format_of(file.name) if source in ROW_SOURCES else None
     return source if named in (None, "text") else str(named)
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files below a folder that are not hidden, in order; each folder once, whatever links
-    there."""
+    """List the files below a folder that are not hidden, in order; a folder that several links lead
+    to counts once."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -142,8 +142,8 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def _fits(file: Path, source: str) -> bool:
-    """Whether a source can read a file below a folder: by its suffix, or in `data=text` by its
-    content."""
+    """Return True if a source can read a file below a folder: by its suffix, or for `data=text` by
+    its content."""
     if not file.is_file():  # a broken link, a socket
         return False
     if source == "tokens":
@@ -162,8 +162,7 @@ def _fits(file: Path, source: str) -> bool:
 
 @contextlib.contextmanager
 def as_data_error(what: str, remedy: str) -> Iterator[None]:
-    """Turns an exception of a reader inside the block into a DataError `what: exception;
-    remedy`."""
+    """Turn an exception of a reader inside the block into a DataError `what: exception; remedy`."""
     try:
         yield
     except (DilocoError, ImportError):  # an ImportError is a broken installation, not bad data
@@ -184,7 +183,7 @@ def as_data_error(what: str, remedy: str) -> Iterator[None]:
 
 
 def _stdlib() -> Iterator[bytes]:
-    """The library of this interpreter: peers with another Python read slightly other text."""
+    """Yield files of this interpreter's library; other Python versions have slightly other text."""
     remedy = "use data=text with files that you can read"
     for directory, children, files in os.walk(sysconfig.get_path("stdlib")):
         kept = (c for c in children if not c.startswith("config-"))

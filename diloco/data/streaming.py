@@ -1,4 +1,4 @@
-"""A dataset of the Hugging Face hub, read and tokenised as it is needed.
+"""Streams a dataset of the Hugging Face hub: rows are read and tokenised as they are needed.
 
 1. The run has one endless list of *units* 0, 1, 2, ... The files of the dataset are in a seeded
    order, a new one in each epoch, and a unit is a row of them, in this order. From `MANY_FILES`
@@ -60,7 +60,7 @@ class HubDataset(HubFiles):
 
 
 class ShardUnits:
-    """The units of shard s of S, dealt out as a swarm leases them."""
+    """The units of shard s of S, with the `take` of `Leases`."""
 
     def __init__(self, shard: int, shards: int) -> None:
         assert 0 <= shard < shards, (shard, shards)
@@ -71,17 +71,16 @@ class ShardUnits:
         return [(start, self.next, self.shards)]
 
     def skip_to(self, unit: int) -> None:
-        """Go on with the first of its units that is not before this one."""
+        """Continue with this shard's first unit that is not before `unit`."""
         self.next = unit + (self.shard - unit) % self.shards
 
 
 class HubStream:
-    """One peer's endless batches of a streaming dataset. The plan of a batch is its number since
-    the start.
+    """Endless batches of one peer from a streaming dataset; the plan of a batch is its number.
 
-    Units are taken some batches before they are trained on, by all ranks at the same time, in
-    `plan`. A peer that resumes goes on with those of them that are in the model, because nobody
-    else gets these; the others went back.
+    All ranks take units at the same time, in `plan`, some batches before they are trained on. A
+    peer that resumes continues with those units that are in the model, because no other peer gets
+    them; the others went back.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class HubStream:
         return made
 
     def plan(self) -> int:
-        """The number of the next batch; enough units for it are taken."""
+        """Take enough units for the next batch, and return its number."""
         done, plan, by_file = self._forget(), self._planned + 1, self._dataset.by_file
         # of a batch, in units
         one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)
@@ -145,7 +144,7 @@ class HubStream:
         return plan
 
     def ahead(self, batches: int) -> list[int]:
-        """The numbers of those after it."""
+        """Return the numbers of the batches after the planned one."""
         return list(range(self._planned + 1, self._planned + 1 + batches))
 
     def _take(self, number: int) -> bool:
@@ -161,7 +160,7 @@ class HubStream:
             self._newest = max(self._newest, one.stop)
 
     def _forget(self) -> int:
-        """Drop from `_pending` what was read when the last batch was handed out: so many units."""
+        """Drop from `_pending`, and count, the units read before the last batch was handed out."""
         done = self._positions[self._planned][0]
         while (more := done - self._num_forgotten) > 0:
             head = self._pending.popleft()
@@ -211,8 +210,8 @@ class HubStream:
     # What follows runs in the worker, or in the training thread.
 
     def make(self, plan: int) -> Tensor | None:
-        """The next batch: (B / size, T). They are made in order, each once; None before its units
-        are taken."""
+        """Make the next batch: (B / size, T). Each is made once, in order; None while its units are
+        not taken."""
         with self._lock:
             if plan != self._made + 1 or not self._fill():
                 return None
@@ -223,14 +222,14 @@ class HubStream:
         return torch.from_numpy(batch.astype(np.int64))
 
     def _suffices(self, plan: int) -> bool:
-        """Whether the batch is made, or can be of the units that are taken: alike on all ranks."""
+        """Return True if the batch is made, or taken units suffice for it; equal on all ranks."""
         if self._made >= plan:  # without waiting for what the worker reads
             return True
         with self._lock:
             return self._made >= plan or self._fill()
 
     def _fill(self) -> bool:
-        """Pack rows until there is a batch, and no more. False: more units are needed."""
+        """Pack rows until there is a batch, and no more; False if that needs more units."""
         while len(self._packer) < self._batch_size:
             try:
                 found = next(self._encoded)
@@ -246,7 +245,7 @@ class HubStream:
         return True
 
     def _encode(self, row: int) -> Iterator[tuple[int, int, list[Document]] | None]:
-        """Yields the position behind each row and its training documents; None while no unit is
+        """Yield the position behind each row and its training documents; None while no unit is
         taken. Reads as many rows at a time as a batch needs."""
         dataset, lengths = self._dataset, self._reader.lengths
         rows, barren = self._read_rows(row), 0
@@ -272,7 +271,7 @@ class HubStream:
                 yield None
 
     def _read_rows(self, row: int) -> Iterator[tuple[int, int, bytes] | None]:
-        """Yields each row, and the position behind it; None while no unit is taken."""
+        """Yield the position behind each row, and its text; None while no unit is taken."""
         for done in count():
             while not self._taken:
                 yield None

@@ -1,4 +1,4 @@
-"""What the assistant writes in a conversation, by the chat template of its tokenizer.
+"""Finds the assistant's answers in a conversation, by the chat template of its tokenizer.
 
 1. A template with `{% generation %}` marks says itself what is learned.
 2. Else an answer is what the template adds to the messages before it, whose generation prompt is
@@ -39,12 +39,13 @@ class ChatTemplate:
         self._eos = tokenizer.eos_token or "\0"  # with which only the last answer may end
 
     def question(self, text: str) -> str:
-        """The text up to the answer to a user; raises whatever the template does."""
+        """Render a user's message and the prompt for an answer; raises what the template raises."""
         return self._render([{"role": "user", "content": text}], add_generation_prompt=True)
 
     def answers(self, messages: Sequence[Message], tools: Any = None) -> list[Answers]:
-        """Each answer is in one of the texts. Raises ValueError: the template refuses the messages,
-        leaves out what an answer says, or the answers cannot be told from the rest."""
+        """Render texts, with the spans of the answers: each answer is in one text. Raises
+        ValueError if the template refuses the messages, leaves out words of an answer, or hides
+        where it ends."""
         try:
             try:
                 return self._answers(messages, tools)
@@ -70,7 +71,7 @@ class ChatTemplate:
         return [(whole, list(zip(ends[:-1:2], ends[1::2], strict=True)))]
 
     def _told_apart(self, messages: Sequence[Message], render: Callable[..., str]) -> list[Answers]:
-        """What each answer adds to the messages before it."""
+        """Find each answer by what the template adds to the messages before it."""
         found = list[Answers]()
         for number, answer in reversed(list(enumerate(messages))):
             if answer["role"] != "assistant":
@@ -104,7 +105,7 @@ class ChatTemplate:
     def _next_begins(
         self, answer: Message, following: Sequence[Message], render: Callable[..., str]
     ) -> str:
-        """What the next message begins with, where this ends an answer."""
+        """Return the first word of the next message, for templates where it ends an answer."""
         calls = {"tool_calls": answer["tool_calls"]} if "tool_calls" in answer else {}
         role = following[0]["role"] if following else "tool" if calls else "user"
         two = [_said("user"), _said("assistant") | calls]
@@ -115,7 +116,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _head(self) -> str:
-        """What the template writes before an answer to a user."""
+        """The text that the template writes between a user's message and the answer."""
         whole = self.question(_PROBE)
         return whole.removeprefix(self._render([_said("user")])) if _PROBE in whole else ""
 
@@ -130,7 +131,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether it reads content as a list of parts only, not as a text."""
+        """True if the template reads content only as a list of parts, not as a text."""
         asked = _said("user")
         for message in (asked, _with_parts(asked)):
             with contextlib.suppress(Exception):  # of jinja, and whatever a template calls
@@ -144,12 +145,12 @@ def _said(role: str) -> Message:
 
 
 def _num_shared(one: str, other: str) -> int:
-    """How many characters both texts begin with."""
+    """Return the length of the common prefix of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _words(answer: Message) -> list[str]:
-    """What the text of an answer has to have in it."""
+    """List the words that the rendered text of an answer must contain."""
     if answer["role"] != "assistant":
         return []
     calls = (call.get("function", call) for call in answer.get("tool_calls") or ())
@@ -161,7 +162,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def _with_texts(message: Message) -> Message:
-    """The arguments of calls as JSON text."""
+    """Replace the arguments of calls by JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -170,7 +171,7 @@ def _with_texts(message: Message) -> Message:
 
 
 def _sentinel(mark: re.Match[str]) -> str:
-    """The same for white space around it, as a character of the text: transformers counts where its
-    own marks are, which is wrong in a macro, `set`, `filter` or `call` block."""
+    """Replace a generation mark by a character of the text, keeping white space control: the marks
+    of transformers are misplaced in a macro, `set`, `filter` or `call` block."""
     left, end, right = mark.groups()
     return f"{{%{left} if true %}}{{{{ '{_END if end else _BEGIN}' }}}}{{% endif {right}%}}"

@@ -50,39 +50,38 @@ class Tokenizer(Protocol):
     def digest(self) -> str: ...
 
     def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of UTF-8 texts, without special tokens. Invalid UTF-8 stays, or is U+FFFD."""
+        """Tokenise UTF-8 texts, without special tokens. Invalid UTF-8 stays, or becomes U+FFFD."""
 
     def encode_chat(self, messages: Sequence[Message], tools: Any = None) -> list[ChatPart]:
-        """The tokens of a conversation, and which ones the assistant writes: its messages with what
-        ends each. Several parts, each from the first message on, where the chat template writes
-        earlier answers otherwise than the last one. Raises ValueError if the template refuses it,
-        or leaves out what an answer says.
-        """
+        """Tokenise a conversation, and mark the tokens that the assistant writes: its messages with
+        what ends each. Returns several parts, each from the first message on, if the chat template
+        writes earlier answers otherwise than the last one. Raises ValueError if the template
+        refuses the messages or leaves out words of an answer."""
 
     def question(self, text: str) -> str:
-        """The text of a conversation that a user begins with `text`, up to the answer. Raises
-        DataError if the chat template refuses it."""
+        """Render a conversation that a user begins with `text`, up to the answer. Raises DataError
+        if the chat template refuses it."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text, without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of tokens without special ones; invalid UTF-8 becomes U+FFFD."""
 
     def num_bytes(self, tokens: Sequence[int]) -> int:
-        """The length in bytes of the text that `tokens` stand for."""
+        """Return the length in bytes of the text of `tokens`."""
 
     def save(self, directory: Path) -> None:
-        """Writes the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
+        """Write the files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
 
 
 def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
-    """The smallest of uint8, uint16 and int32 that holds every token of the vocabulary."""
+    """Return the smallest of uint8, uint16 and int32 that holds every token of the vocabulary."""
     return np.uint8 if vocab_size <= 1 << 8 else np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
-    """The tokenizer 'bytes', of a directory (a saved model too), or of that name on the hub.
+    """Load the tokenizer 'bytes', that of a directory (a saved model too), or one from the hub.
 
-    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code from
-    there. Raises DataError.
+    With a `revision` it is the one on the hub at that commit, never a directory. Runs no code of a
+    repository. Raises DataError.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -92,7 +91,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
 
 
 def is_bytes(directory: Path) -> bool:
-    """Whether the tokenizer in a saved model's directory is 'bytes'."""
+    """Return True if the tokenizer in a saved model's directory is 'bytes'."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         marker = json.loads((directory / _MARKER).read_text(encoding="utf-8"))
         return bool(marker["tokenizer"] == "bytes")
@@ -100,8 +99,8 @@ def is_bytes(directory: Path) -> bool:
 
 
 def _encode_plainly(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[ChatPart]:
-    """Without a chat template: a line with the role, then the text; an answer ends with the end
-    token."""
+    """Encode a chat without a template: a line with the role, then the text; the end token ends an
+    answer."""
     tokens, answers = list[int](), list[bool]()
     for message in messages:
         content, is_answer = message["content"], message["role"] == "assistant"
@@ -124,7 +123,7 @@ def _ask_plainly(text: str) -> str:
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token. Token 0 ends a document: text has no zero byte."""
+    """Tokens are the bytes of UTF-8 text; token 0, which no text has, ends a document."""
 
     vocab_size = 256
     largest = "the last of 256 bytes"
@@ -149,7 +148,7 @@ class ByteTokenizer:
         return len(tokens)
 
     def save(self, directory: Path) -> None:
-        """Writes an equivalent for plain `transformers`: byte-level BPE without merges."""
+        """Write an equivalent for plain `transformers`: byte-level BPE without merges."""
         import transformers
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -293,8 +292,8 @@ class HubTokenizer:
 
 
 def _as_written(loaded: Any, place: Path) -> Any:
-    """The tokenizer of tokenizer.json itself: beside the config of some models, such as qwen2,
-    transformers makes another one out of its vocabulary."""
+    """Load tokenizer.json itself: for the configs of some models, such as qwen2, transformers makes
+    another tokenizer out of its vocabulary."""
     if not (file := place / "tokenizer.json").is_file():
         return loaded
     import transformers
@@ -311,7 +310,7 @@ def _as_written(loaded: Any, place: Path) -> Any:
 
 
 def _begin_of(loaded: Any) -> list[int]:
-    """What the tokenizer itself puts in front of a text."""
+    """Return the ids that the tokenizer itself puts in front of a text."""
     for text in ("a", ""):  # the vocabulary may have no token for the one
         with contextlib.suppress(Exception):
             plain, whole = (loaded(text, add_special_tokens=a)["input_ids"] for a in (False, True))

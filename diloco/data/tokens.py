@@ -1,4 +1,4 @@
-"""Text of this machine to tokens, once: more than a little is kept in files that are mapped into
+"""Tokenises local text once; the tokens of large text are kept in files that are mapped into
 memory.
 
     DIRECTORY/KEY/training.bin, held_out.bin   the tokens, in the smallest integer type
@@ -56,7 +56,7 @@ PARTS = ("training", "held_out")
 
 
 class TokenList(NamedTuple):
-    """All tokens of some documents, in order, each document followed by the end token."""
+    """The tokens of some documents, in order, each document followed by the end token."""
 
     training: NDArray[Any]  # (N,)
     held_out: NDArray[Any]  # (n,)
@@ -66,8 +66,7 @@ class TokenList(NamedTuple):
 
 
 def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgress) -> TokenList:
-    """The tokens of a local source, in memory if they are few, or else from the files in
-    `data.cache`.
+    """Tokenise a local source: in memory if it is small, or else into files of `data.cache`.
 
     Raises DataError: the text cannot be read or tokenised, or the tokens cannot be kept.
     """
@@ -129,7 +128,7 @@ _Write = Callable[[Sequence[BinaryIO]], dict[str, Any]]
 
 
 def _kept(entry: Path, dtype: np.dtype[Any], write: _Write) -> TokenList:
-    """The tokens of an entry, which one of the processes that want it makes if it is missing."""
+    """Map an entry; if it is missing, one of the processes that want it makes it."""
     if (found := _read(entry, dtype)) is not None:
         return found
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +148,7 @@ def _kept(entry: Path, dtype: np.dtype[Any], write: _Write) -> TokenList:
 
 
 def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
-    """An entry, or None if it is missing, is not whole, or is of another type."""
+    """Map an entry; None if it is missing, incomplete, or of another type."""
     try:
         index = json.loads((entry / "index.json").read_bytes())
         if index.pop("dtype") != dtype.name:
@@ -211,8 +210,7 @@ def _write(
 def tokenised(
     rows: Iterable[bytes], settings: DataConfig, tokenizer: Tokenizer, processes: int = 1
 ) -> Iterator[TokenList]:
-    """Yields the tokens of rows, group by group, in their order. Raises DataError if a process
-    dies."""
+    """Yield the tokens of rows, group by group, in order. DataError if a process dies."""
     groups = _groups(rows)
     if processes == 1:
         yield from (_tokens_of(group, settings, tokenizer) for group in groups)

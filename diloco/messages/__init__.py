@@ -1,2 +1,2 @@
-"""What peers say to each other, as schemas: `heads` go into the history of a fragment, `control`
-over one stream in each direction between two peers, `bulk` over one stream per transfer."""
+"""Schemas of the messages between peers: `heads` form the history of a fragment, `control` messages
+use a stream in each direction between two peers, `bulk` messages a stream per transfer."""

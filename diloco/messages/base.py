@@ -1,4 +1,5 @@
-"""The base class of all messages: it names their kind, their place, and who may begin with them."""
+"""The base class of all messages: it gives their kind, their place, and the roles that may send
+one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ WORKERS: frozenset[Role] = frozenset({"worker", "contributor"})
 
 
 class Place(Enum):
-    """Where in the conversations of two peers a message may stand."""
+    """The places in the conversation of two peers where a message may stand."""
 
     GREETING = "on a greeting stream"
     HELLO = "first on a control stream"
@@ -28,13 +29,13 @@ class Place(Enum):
 
     @property
     def begins(self) -> bool:
-        """Whether it begins a stream; admission then checks the role of the sender."""
+        """True if the message begins a stream; admission then checks the role of the sender."""
         return self in (Place.GREETING, Place.HELLO, Place.REQUEST)
 
 
 class Message(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
-    """Base of all messages: frozen. A newer peer's fields that are not known here are left out, and
-    each new field has a default; of what is signed (`heads`), every field counts."""
+    """Base of all messages: frozen. Unknown fields, of a newer peer, are dropped, and each new
+    field has a default; in what is signed (`heads`), every field counts."""
 
     place: ClassVar[Place] = Place.ANSWER
     roles: ClassVar[frozenset[Role]] = frozenset()  # that may begin a stream with it
@@ -42,12 +43,12 @@ class Message(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
     @property
     def kind(self) -> str:
-        """Its name on the wire."""
+        """The message's name on the wire."""
         return str(self.__struct_config__.tag)
 
 
 class Refusal(Message, frozen=True, tag="refusal"):
-    """The stream is not wanted; `reason` is one line for the user of the other side."""
+    """A stream is refused; `reason` is one line for the user of the other side."""
 
     reason: Annotated[str, Meta(max_length=2048)]
 

@@ -1,5 +1,5 @@
-"""Questions about a fragment's history and anchor, and their answers, which payload follows. Other
-questions have their schemas in `swarm/rpc`."""
+"""Requests for a fragment's history and anchor, and their answers, which payload follows. Other
+requests have their schemas in `swarm/rpc`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPDATE_PARTS = 64  # of an update, at most; each is passed on when it is here
 
 
 class Get(Message, frozen=True, tag="get"):
-    """Asks for what is newer than the head `have`, or for a part of the anchor of `want`.
+    """Request for the versions after the head `have`, or for a part of the anchor of `want`.
 
     held: id of the next head, of whose update `part` parts came on a stream that broke.
     """
@@ -31,11 +31,11 @@ class Get(Message, frozen=True, tag="get"):
 
 
 class No(Message, frozen=True, tag="no"):
-    """Not here, or not now."""
+    """The values are not here, or not now."""
 
 
 class Values(Message, frozen=True, tag="values"):
-    """A part of an update follows, or the part of the anchor that was asked for."""
+    """A part of an update follows, or the requested part of the anchor."""
 
 
 class Waiting(Message, frozen=True, tag="waiting"):

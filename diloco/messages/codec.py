@@ -30,11 +30,11 @@ _kinds: dict[str, type[Message]] = {}
 
 
 class OtherVersion(PayloadError):
-    """The sender speaks another wire version; what else is wrong is no fault of its own."""
+    """The sender speaks another wire version; its other faults are then no offence."""
 
 
 class UnknownKind(PayloadError):
-    """The kind of a message is not known here. Its sender may be newer, which is no offence."""
+    """The kind of a message is unknown. Its sender may be newer, which is no offence."""
 
 
 class _Opening(msgspec.Struct):
@@ -49,12 +49,12 @@ _last: tuple[Message | None, bytes] = (None, b"")
 
 
 def kinds() -> dict[str, type[Message]]:
-    """Every kind of message by its name on the wire, of the modules imported so far."""
+    """Return every kind of message by its name on the wire, of the modules imported so far."""
     return {str(subclass.__struct_config__.tag): subclass for subclass in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
-    """A message as msgpack. The last one is remembered, so a broadcast is encoded once."""
+    """Encode a message as msgpack. The last one is cached, so a broadcast is encoded once."""
     global _last
     if _last[0] is not message:
         _last = (message, msgspec.msgpack.encode(message))
@@ -93,14 +93,14 @@ def _check_version(frame: bytes) -> None:
 
 
 def objection_to_wire(version: int) -> str | None:
-    """Why a peer of that wire version cannot be talked to, in one line; None when it can."""
+    """Return why a peer of that wire version is refused, in one line; None if it is not."""
     if version == WIRE_VERSION:
         return None
     return f"wire version {version} there does not fit {WIRE_VERSION} here; {REMEDY}"
 
 
 def expect(message: Message, kind: type[M]) -> M:
-    """The message, if it is of that kind; else `PayloadError`, with the reason of a `Refusal`."""
+    """Return the message if it is of that kind; else `PayloadError`, with a `Refusal`'s reason."""
     if isinstance(message, kind):
         return message
     if isinstance(message, Refusal):

@@ -1,4 +1,4 @@
-"""What peers say on control streams, one in each direction between any two: `Hello`, then the rest.
+"""Messages on control streams, one in each direction between any two peers: `Hello`, then the rest.
 Before that they exchange a `Greeting`, on a stream of its own."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Figures(Message, frozen=True, tag="figures"):
 
 
 class Status(Message, frozen=True, tag="status"):
-    """What a peer has and does; a heartbeat (with `figures`), or news.
+    """The state of a peer; a heartbeat (with `figures`), or news.
 
     Attributes:
         whole: all is said; else `tips`, `hears` and `deaf` are what changed since the last status.
@@ -131,7 +131,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """A contribution that the sender has."""
+    """The sender has this contribution to offer."""
 
     place = Place.CONTROL
     line: Line
@@ -150,7 +150,7 @@ class Answer(Message, frozen=True, tag="answer"):
 
 
 class Lease(Message, frozen=True, tag="lease"):
-    """That peer asks for so many more sequences; `has` is all that it has left."""
+    """Request of that peer for so many more sequences; `has` counts those that it has left."""
 
     place = Place.CONTROL
     peer: fields.Name
@@ -159,7 +159,7 @@ class Lease(Message, frozen=True, tag="lease"):
 
 
 class Dealt(Message, frozen=True, tag="grant"):
-    """Sequences for that peer, which nobody else is given meanwhile."""
+    """Sequences leased to that peer; no other peer gets them meanwhile."""
 
     place = Place.CONTROL
     peer: fields.Name

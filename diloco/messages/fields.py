@@ -1,7 +1,7 @@
 """The types of fields, each with a bound that no honest run reaches; no sum of them is infinite.
 
-What a peer computes from such numbers it cuts to the bounds (`at_most`, `within_bounds`) before it
-says it, so no honest peer sends a message that its own schema refuses.
+A peer cuts computed numbers to the bounds (`at_most`, `within_bounds`) before it sends them, so no
+honest peer sends a message that its own schema refuses.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ Addresses = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_lengt
 
 
 def at_most(number: int, limit: int = MAX_COUNT) -> int:
-    """A count, cut to 0 and `limit`."""
+    """Cut a count to 0 and `limit`."""
     return min(max(number, 0), limit)
 
 
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
-    """A measurement of at most `limit`; 0 (none) for one that is not finite, or below `least`."""
+    """Cut a measurement to `limit`; 0 (none) for one that is not finite, or below `least`."""
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
 
 
 def printable(one: Struct, *fields: str) -> None:
-    """For `__post_init__`: in text that people read, control characters become spaces."""
+    """Replace, in `__post_init__`, control characters of text for people by spaces."""
     for field in fields:
         force_setattr(one, field, plain(getattr(one, field)))
 
 
 def forget_oldest(known: dict[Any, Any], most: int) -> None:
-    """Drop the items that came first, until so many are left."""
+    """Drop the oldest items until `most` are left."""
     while len(known) > most:
         del known[next(iter(known))]

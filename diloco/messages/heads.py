@@ -1,4 +1,4 @@
-"""What is written into the history of a fragment. The rules are in `diloco.core.history`.
+"""Entries in the history of a fragment. The rules are in `diloco.core.history`.
 
 Line   a contribution without its payload, as its contributor signed it
 Head   a version, as its author signed it: the step from one anchor to the next
@@ -25,18 +25,18 @@ Key = tuple[fields.Tokens, str]
 
 
 def digest(label: str, *what: object) -> str:
-    """Digest (hex) of values of the basic types, lists, tuples and structs, for one use of it."""
+    """Return the digest (hex) of basic values, lists, tuples and structs, for the use `label`."""
     return blake3(msgspec.msgpack.encode((label, *what))).hexdigest()
 
 
 class Signed(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_fields=True):
-    """Base of what peers sign; the last field is the signature."""
+    """Base of signed structs; the last field is the signature."""
 
     label: ClassVar[bytes]
 
     @cached_property
     def content(self) -> bytes:
-        """What the signature is over, beside the id of the run."""
+        """Return the signed bytes, without the id of the run."""
         return self.label + msgspec.msgpack.encode(msgspec.structs.astuple(self)[:-1])
 
 
@@ -92,9 +92,9 @@ class Head(Signed, frozen=True):
 
     @cached_property
     def id(self) -> str:
-        """Begins with the contributors, so a tie of two sides falls alike in all fragments.
+        """The digest. It begins with the contributors, so ties fall alike in all fragments.
 
-        Without a head before and without work it is the least of all: no anchor is here yet.
+        A head without predecessor and work has the lowest id: there is no anchor yet.
         """
         if not (self.prev or self.work):
             return "0" * 64
@@ -103,7 +103,7 @@ class Head(Signed, frozen=True):
 
     @cached_property
     def key(self) -> Key:
-        """What heads are ordered by."""
+        """The sort key of heads."""
         return self.work, self.id
 
     @property
@@ -124,7 +124,7 @@ class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_fields=True):
-    """What is in an anchor.
+    """The content of an anchor.
 
     Attributes:
         ledger: by peer; "" stands for those that are named no more.
@@ -142,16 +142,16 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
     reach: tuple[fields.Length, fields.Length, fields.Length] = (0.0, 0.0, 0.0)
 
     def of(self, peer: str) -> tuple[int, int]:
-        """Newest stamp and tokens of a peer."""
+        """Return the newest stamp and the tokens of a peer."""
         known = self.ledger.get(peer)
         return (known.stamp, known.tokens) if known else (self.ledger[""].stamp, 0)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens in the anchor."""
+        """The tokens in the anchor."""
         return sum(entry.tokens for entry in self.ledger.values())
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal books."""
+        """The digest of the content."""
         return digest("book", sorted(self.ledger.items()), *msgspec.structs.astuple(self)[1:])

@@ -1,4 +1,4 @@
-"""What one peer knows of the swarm, for `diloco status`, the dashboard, Prometheus and wandb.
+"""A peer's view of the swarm, for `diloco status`, the dashboard, Prometheus and wandb.
 
     Snapshot -> pack (JSON, deflated) -> pieces -> unpack (bounded, validated) -> Snapshot
 
@@ -51,7 +51,7 @@ class PhaseSeconds:
 
     @property
     def utilization(self) -> float:
-        """The share of compute, T_inner / (T_inner + T_sync) of INTELLECT-1; 0 before any time."""
+        """The share of compute, T_inner / (T_inner + T_sync) of INTELLECT-1; 0 at first."""
         return self.compute / self.total if self.total > 0 else 0.0
 
     def __sub__(self, earlier: PhaseSeconds) -> PhaseSeconds:
@@ -103,8 +103,8 @@ class PeerRow(_Row, frozen=True):
 
 
 class FragmentRow(_Row, frozen=True):
-    """The tip that is here. following: `author` is another peer; collecting: this one; alone: none.
-    fetching: others have more. settling: this peer has just come, and listens first."""
+    """The tip that this peer has. following: `author` is another peer; collecting: this one; alone:
+    none. fetching: others have more. settling: this peer has just come, and listens first."""
 
     fragment: fields.Index
     version: fields.Count
@@ -142,7 +142,7 @@ class Contributor(_Row, frozen=True):
 
 
 class LedgerTotals(_Row, frozen=True):
-    """Where the tokens are: processed = applied + discarded + in_flight."""
+    """Tokens by their fate: processed = applied + discarded + in_flight."""
 
     processed: fields.Tokens
     applied: fields.Tokens
@@ -187,7 +187,7 @@ class Snapshot(_Row, frozen=True):
         self.samples[:] = [(version, _lines(a), _lines(b)) for version, a, b in self.samples]
 
     def names(self) -> dict[str, str]:
-        """Display names, also of peers that are gone; equal ones end with part of the id."""
+        """Return display names, also of peers that are gone; equal ones get part of the id."""
         named = {row.peer_id: row.name for row in self.ledger.contributions}
         named |= {row.peer_id: row.name for row in self.peers}
         often = Counter(named.values())
@@ -197,7 +197,7 @@ class Snapshot(_Row, frozen=True):
         }
 
     def json(self, indent: int = -1) -> bytes:
-        """As one object, on one line or indented."""
+        """Encode the snapshot as one object, on one line or indented."""
         return msgspec.json.format(msgspec.json.encode(self), indent=indent)
 
 
@@ -206,14 +206,14 @@ def _lines(text: str) -> str:
 
 
 def pack(snapshot: Snapshot) -> list[bytes]:
-    """The pieces of a snapshot, one for each reply."""
+    """Cut a snapshot into pieces, one for each reply."""
     packed = zlib.compress(snapshot.json(), 3)
     assert len(packed) <= MAX_PACKED_BYTES, "the limits of a snapshot's lists are too wide"
     return [packed[at : at + MAX_PIECE_BYTES] for at in range(0, len(packed), MAX_PIECE_BYTES)]
 
 
 def unpack(packed: bytes) -> Snapshot:
-    """The snapshot in untrusted bytes; `PayloadError` when there is none, or it is too large."""
+    """Decode untrusted bytes; `PayloadError` if they are no snapshot, or too large."""
     inflating = zlib.decompressobj()
     try:
         text = inflating.decompress(packed, MAX_TEXT_BYTES)

@@ -1,4 +1,5 @@
-"""Causal language models of `transformers`; no other package imports it for models."""
+"""Causal language models of `transformers`; the other rooms reach them through this package
+only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters (LoRA, DoRA) on a causal LM, through `peft`: only they are trained, and travel.
+"""Adapters (LoRA, DoRA) on a causal LM, through `peft`: peers train and exchange the adapter only.
 
 All peers draw an adapter from the run's seed, so its first version is equal on all of them. The
 base is frozen and compared by its digest.
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
-    """Freeze a causal LM, and put the adapter of `model.adapter` on it; nothing for `none`.
+    """Freeze a causal LM and add the adapter of `model.adapter`; without effect for `none`.
 
     It is fp32, and depends on the base for DoRA only: peers may have one in other dtypes.
     Raises ConfigError: the model has no such layers, one of them shares its weight with another, or
@@ -81,7 +81,7 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
 
 
 def _refuse_unlike(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raises ConfigError for an adapter on a linear layer that a model computes in its own way."""
+    """Raise ConfigError for an adapter on a linear layer whose class has its own `forward`."""
     for name, layer in _adapter_layers(model):
         kind = type(layer.get_base_layer())
         is_own = kind.__module__.startswith("transformers.models.")
@@ -93,8 +93,8 @@ def _refuse_unlike(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:
-    """Raises ConfigError for an adapter on a weight that other layers have, too: merged into it, it
-    would change those."""
+    """Raise ConfigError for an adapter on a weight that other layers have, too: merging it would
+    change those."""
     users = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     for name, layer in _adapter_layers(model):
         if any(users[id(parameter)] > 1 for parameter in layer.get_base_layer().parameters()):
@@ -116,7 +116,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of the model below its adapter, by their names without one."""
+    """Return the parameters below the adapter, under their names in the plain model."""
     own = (
         {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         if has_adapter(model)
@@ -130,7 +130,7 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model's state dict `save` writes: of one with an adapter only that."""
+    """Return the part of a state dict that `save` writes: with an adapter only the adapter."""
     state = model.state_dict()
     if has_adapter(model):
         state = {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
@@ -138,7 +138,7 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_layers(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The frozen linear layers of a model with an adapter, without its head: parent, name, layer.
+    """Yield (parent, name, layer) of the frozen linear layers below an adapter, without the head.
 
     They are nearly all of a base, and autocast has each compute in 16 bits.
     """
@@ -151,7 +151,7 @@ def base_layers(model: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
 
 
 def widen_(model: nn.Module) -> None:
-    """fp32 for all but the `base_layers`, which `shrink_base_` puts into another form anyway."""
+    """Cast all but the `base_layers` to fp32; `shrink_base_` converts those anyway."""
     others = {*model.modules()} - {layer for _, _, layer in base_layers(model)}
     for module in others:
         for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -159,8 +159,8 @@ def widen_(model: nn.Module) -> None:
 
 
 def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
-    """Have the base below an adapter lie in 16 bits, or in 4 once it is moved to a device (`nf4`:
-    Dettmers et al. 2023, arXiv:2305.14314, section 3); nothing for a model without adapter.
+    """Convert the base below an adapter to 16 bits, or to 4 once it is moved to a device (`nf4`:
+    Dettmers et al. 2023, arXiv:2305.14314, section 3); without effect on a model without adapter.
 
     In the 16 bits of autocast its products are those of fp32 weights. In 4 bits they are computed
     with `precision`, by `bitsandbytes`.
@@ -182,7 +182,7 @@ def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
 
 
 def save_adapter(model: Any, directory: Path) -> None:
-    """Writes the adapter of a model as `peft` reads it, without the embeddings below it."""
+    """Write the adapter of a model as `peft` reads it, without the embeddings below it."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -193,7 +193,7 @@ def save_adapter(model: Any, directory: Path) -> None:
 
 
 def merge_adapter_(model: nn.Module) -> None:
-    """Add the adapter's product to the base, and take the adapter away; nothing without one."""
+    """Add the adapter's product to the base, and remove the adapter; without effect without one."""
     if not has_adapter(model):
         return
     done = "\0"  # the layer that was merged last; one on experts holds another

@@ -46,8 +46,8 @@ def build(
     sequence_length: int | None = None,
     narrow: bool = False,
 ) -> nn.Module:
-    """A causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, the frozen
-    linear layers of a LoRA's base are as they were saved, mapped from the file: for `shrink_base_`.
+    """Build a causal LM on the CPU, in training mode, with fp32 parameters. If `narrow`, frozen
+    linear layers of a LoRA's base keep their saved dtype, mapped from the file: for `shrink_base_`.
 
     The weights depend on `seed`, the installed torch, and the CPU's vector instructions: peers take
     those of the run's first one. The global RNG state has no influence and stays as it is.
@@ -92,14 +92,14 @@ def build(
 
 
 def has_files(settings: ModelConfig) -> bool:
-    """Whether the weights are in files, here or on the hub."""
+    """Return True if the weights are in files, here or on the hub."""
     if settings.weights is None:
         return settings.path is not None
     return settings.directory is not None and (Path(settings.directory) / "config.json").is_file()
 
 
 def config_of(settings: ModelConfig) -> Any:
-    """The transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
+    """Return the transformers config (a `PreTrainedConfig`) of `settings`; allocates no weights.
 
     Raises ConfigError for a type without a causal LM, and for a name or value that its config
     refuses; CheckpointError where `model.path` has no config.
@@ -128,7 +128,7 @@ def config_of(settings: ModelConfig) -> Any:
 
 
 def outline(settings: ModelConfig) -> nn.Module:
-    """The model without values, on the default device, `meta` or fake; raises as `build`."""
+    """Build the model without values, on the default device, `meta` or fake; raises as `build`."""
     config = config_of(settings)
     with _refusals(settings):
         built = _from_config(config)
@@ -138,19 +138,19 @@ def outline(settings: ModelConfig) -> nn.Module:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Trainable and frozen parameters; tied ones count once."""
+    """Count trainable and frozen parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_trained(model: nn.Module) -> int:
-    """Trainable parameters: those of the adapter, where there is one."""
+    """Count trainable parameters: those of the adapter, where there is one."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def directory_of(
     settings: ModelConfig, files: Collection[str] = MODEL_FILES, most_bytes: float = math.inf
 ) -> Path:
-    """Where the files of `model.path` are; those of the hub are fetched first.
+    """Return the directory with the files of `model.path`; fetches those of the hub.
 
     Raises DataError as `files_at`, and CheckpointError for a name on the hub without a commit.
     """
@@ -169,7 +169,7 @@ def directory_of(
 
 
 def _saved_config(directory: Path) -> Any:
-    """The config in a directory in Hugging Face format."""
+    """Load the config of a directory in Hugging Face format."""
     check_directory(directory, "model.path")
     place = f"model.path: {directory}"
     try:
@@ -185,7 +185,7 @@ def _saved_config(directory: Path) -> Any:
 
 
 def _check_saved(settings: ModelConfig) -> None:
-    """Raises ConfigError if a directory's config, which peers may have sent, is not the run's."""
+    """Raise ConfigError if a directory's config, which peers may have sent, is not the run's."""
     saved, ours = _saved_config(directory_of(settings)), config_of(settings)
     with torch.device("meta"), _refusals(settings):
         sizes = {num_parameters(_from_config(one)) for one in (saved, ours)}
@@ -195,8 +195,8 @@ def _check_saved(settings: ModelConfig) -> None:
 
 
 def _refuse_absurd(config: object, place: str) -> None:
-    """Raises ConfigError for a number that no model has, as transformers makes lists of some, and
-    for kernels of the hub, which it would fetch and run."""
+    """Raise ConfigError for a number that no real model has, as transformers makes lists of some
+    numbers, and for kernels of the hub, which it would fetch and run."""
     if not isinstance(config, Mapping):
         return
     for key, value in flatten(config):
@@ -210,7 +210,7 @@ def _refuse_absurd(config: object, place: str) -> None:
 
 @contextlib.contextmanager
 def _refusals(settings: ModelConfig) -> Iterator[None]:
-    """Turns whatever the layers of a model raise into a ConfigError."""
+    """Turn any exception of a model's layers into a ConfigError."""
     try:
         yield
     except Exception as error:
@@ -219,7 +219,7 @@ def _refusals(settings: ModelConfig) -> Iterator[None]:
 
 
 def _from_config(config: Any) -> nn.Module:
-    """A model of this config. Raises ValueError once it has too many modules."""
+    """Build a model from its config. Raises ValueError once it has too many modules."""
     made = itertools.count(1)
 
     def check(*_: object) -> None:
@@ -238,7 +238,7 @@ def check_fit(
     sequence_length: int | None = None,
     key: str = "model.config.vocab_size",
 ) -> None:
-    """Raises ConfigError if a model of this config, given by `key`, is too small for the data."""
+    """Raise ConfigError if a model of this config, given by `key`, is too small for the data."""
     # the language part of a multimodal model, else the config itself
     text_config = config.get_text_config()
     vocabulary = text_config.vocab_size

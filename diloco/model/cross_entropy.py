@@ -41,7 +41,7 @@ _forward = threading.local()
 
 
 def loss(model: Callable[..., Any], rows: Tensor) -> Tensor:
-    """Mean cross entropy of each token given those before it in its sequence, in nats; fp32.
+    """Return the mean cross entropy of each token given those before it, in nats; fp32.
 
     `rows` is (B, T) int64 on the model's device: the model predicts T - 1 tokens of each sequence;
     it only reads the first. Or it is (B, 2, T) of `data.conversations.pack`: the model predicts
@@ -70,14 +70,14 @@ def loss(model: Callable[..., Any], rows: Tensor) -> Tensor:
 
 
 def num_targets(rows: Tensor) -> int:
-    """How many tokens `loss` has the model predict."""
+    """Count the tokens that `loss` has the model predict."""
     if rows.ndim == 3:
         return int((rows[:, 1] % 2).sum())
     return rows.shape[0] * (rows.shape[1] - 1)
 
 
 def _positions(segments: Tensor) -> Tensor:
-    """(B, T): how far each token is from the first one of its segment."""
+    """Return the distance of each token from the first one of its segment: (B, T)."""
     places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -85,13 +85,13 @@ def _positions(segments: Tensor) -> Tensor:
 
 
 def reads_plain_rows() -> bool:
-    """Whether this thread is in the forward pass of `loss` with rows of tokens, without positions
-    or a mask."""
+    """Return True inside a forward pass of `loss`, in this thread, with rows of tokens that need no
+    positions and no mask."""
     return getattr(_forward, "plain", False)
 
 
 def check_segments(model: nn.Module) -> None:
-    """Raises `ConfigError` unless this causal LM keeps the segments of a row apart; costs a forward
+    """Raise `ConfigError` unless this causal LM keeps the segments of a row apart; costs a forward
     and a backward pass of eight tokens, under the caller's autocast."""
     logits, slope = _reach(model, IDS * 2, slice(4, 8), position_ids=[0, 1, 2, 3] * 2)
     # Equal segments differ by rounding, unless their positions go on.
@@ -104,8 +104,8 @@ def check_segments(model: nn.Module) -> None:
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raises `ConfigError` for a model that sees the tokens that it is to predict, as an encoder
-    does, and for an adapter on layers that cannot have one; costs passes of two tokens."""
+    """Raise `ConfigError` for a model that sees the tokens that it is to predict, as an encoder
+    does, and for an adapter on unsupported layers; costs passes of two tokens."""
     try:
         _, slope = _reach(model, IDS[:2], slice(0, 1))
     except (AttributeError, TypeError, ValueError) as error:  # a router may return a tuple
@@ -121,8 +121,8 @@ def check_causal(model: nn.Module) -> None:
 def _reach(
     model: Any, ids: list[int], of: slice, **given: list[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (1, T, V), and the gradient of those at some positions by each input (T, D), unless
-    this model has none in evaluation. A mask makes exact zeros of it, and small weights do not."""
+    """Return logits (1, T, V), and the gradient of those at `of` by each input (T, D), or None
+    without one in evaluation. A mask makes exact zeros of it; small weights do not."""
     device = next(model.parameters()).device
     rows = {key: torch.tensor([one], device=device) for key, one in given.items()}
     inputs: list[Tensor] = []
@@ -155,7 +155,7 @@ class ChunkedHead(nn.Linear):
 
 
 def prepare_head_(model: nn.Module) -> bool:
-    """Have `loss` compute the logits of this causal LM in chunks, if it can; returns whether.
+    """Let `loss` compute the logits of this causal LM in chunks; returns False if it cannot.
 
     It can where the output head is a plain `nn.Linear` whose product are the logits. Some models
     scale them, cap them (Gemma 2) or have a head of another kind; those keep whole logits. Raises
@@ -173,7 +173,7 @@ def prepare_head_(model: nn.Module) -> bool:
 
 
 def _returns_as_logits(model: nn.Module, head: nn.Module, tokens: Tensor) -> bool:
-    """Whether the model returns what its head returns, even a scalar."""
+    """Return True if the model returns the output of its head as logits, even a scalar."""
     scalar = torch.zeros((), device=tokens.device)
     try:
         with head.register_forward_hook(lambda *_: scalar):
@@ -186,7 +186,7 @@ def _returns_as_logits(model: nn.Module, head: nn.Module, tokens: Tensor) -> boo
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode comes back (some may be frozen)."""
+    """Evaluation mode without gradients; each module's mode is restored (some may be frozen)."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -201,7 +201,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
 ) -> Tensor:
-    """Mean cross entropy of `hidden @ weight.T + bias`, of which `rows` rows exist at a time.
+    """Return the mean cross entropy of `hidden @ weight.T + bias`, `rows` rows at a time.
 
     `hidden` is (N, D), `weight` (V, D), `bias` (V,), `targets` (N,) int64, where -100 is ignored.
     Products are computed in the dtype of autocast or else of `hidden`, everything else in fp32,
@@ -212,10 +212,9 @@ def cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """`cross_entropy`. It computes gradients going forward, while it has the logits, as Liger
-    Kernel does (Hsu et al. 2024, arXiv:2410.10989); the weight's takes the memory that it takes
-    anyway in the backward pass, which comes next.
-    """
+    """`cross_entropy`. It computes gradients in the forward pass, while it has the logits, as Liger
+    Kernel does (Hsu et al. 2024, arXiv:2410.10989). The weight's gradient takes no extra memory:
+    the backward pass, which comes next, would allocate as much."""
 
     @staticmethod
     def forward(
@@ -270,11 +269,11 @@ class _Chunked(torch.autograd.Function):
 
 
 def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:
-    """The gradients of cross entropies by the logits, in place of their log softmax (C, V).
+    """Replace the log softmax, (C, V), by the gradients of the cross entropies by the logits.
 
     They are not divided by the number of targets yet, or fp16 would round most of them to zero.
-    Those of ignored targets mean nothing: to leave them out where they are multiplied with (C, D)
-    is less work.
+    Rows of ignored targets are invalid: the caller skips them where it multiplies with (C, D),
+    which is less work.
     """
     at = targets.clamp(min=0)[:, None]
     return log_p.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=log_p.dtype))

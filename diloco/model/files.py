@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
 def save(
     model: nn.Module, directory: str | os.PathLike[str], tokenizer: Vocabulary | None = None
 ) -> None:
-    """Writes `model` to `directory` and replaces an old one.
+    """Write `model` to `directory` and replace an old one.
 
     With a tokenizer, its files are written too, and generation stops at its end token; what else a
     checkpoint says of generation stays. The directory appears as a whole or not at all; an old one
@@ -50,8 +50,8 @@ def save(
 
 @contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `directory` in the end, as `save` says; what a
-    killed process left beside it goes."""
+    """Yield a new folder to fill, which replaces `directory` in the end, as `save` says; folders
+    that a killed process left beside it are deleted."""
     target = Path(directory)
     for left in target.parent.glob(f".{glob.escape(target.name)}-{'[0-9a-f]' * 8}"):
         shutil.rmtree(left, ignore_errors=True)
@@ -80,7 +80,7 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
-    """The causal LM of a Hugging Face directory, in eval mode, in the dtype it was saved in.
+    """Load the causal LM of a Hugging Face directory, in eval mode, in the dtype it was saved in.
 
     Reads local safetensors only: no download, no pickle, no code from the directory. Raises
     CheckpointError, which begins with `key`, the setting of the path.
@@ -111,7 +111,7 @@ def load(directory: str | os.PathLike[str], *, key: str = "model") -> Any:
 
 
 def check_directory(path: Path, key: str) -> None:
-    """Raises CheckpointError, which names the setting `key`, for no directory with a config."""
+    """Raise CheckpointError, which names the setting `key`, for a directory without a config."""
     if not path.is_dir():
         give = "give a directory with config.json and model.safetensors"
         raise CheckpointError(f"{key}: {path} is no directory; {give}")
@@ -166,7 +166,7 @@ def _ends_at(config: Any, end: int | None) -> bool:
 
 @functools.cache
 def transformers() -> Any:
-    """The `transformers` module. Imported late, because it takes seconds; without progress bars and
+    """Import and return `transformers`: late, because it takes seconds; without progress bars and
     warnings, because output tears the live table."""
     import transformers
 

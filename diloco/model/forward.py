@@ -1,6 +1,6 @@
-"""How the layers of a model are computed: with which attention, compiled or not, and what is kept
-for going backward. Parameters, their names, copies and checkpoints stay the same.
-"""
+"""How a model's layers are computed: with which attention, compiled or not, and with which
+activations kept for the backward pass. Parameters, their names, copies and checkpoints stay the
+same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLASH = {"flash_attention_2": "flash_attn"}  # packages that transformers does n
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of the largest stack; each is compiled, and gathered by FSDP2, as a whole."""
+    """List the layers of the largest stack; each is a unit of compilation and of FSDP2."""
 
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
 
@@ -31,7 +31,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def choose_attention_(model: nn.Module, attention: str) -> str:
-    """Have a transformers model compute attention this way; returns what it uses.
+    """Set the attention of a transformers model; returns the kind that it uses.
 
     Raises `ConfigError` if a package is missing, or the model has no such attention.
     """
@@ -54,10 +54,9 @@ def choose_attention_(model: nn.Module, attention: str) -> str:
 
 
 def recompute_layers_(model: nn.Module) -> None:
-    """Keep only what goes into each layer, and compute the layer again in the backward pass (Chen
-    et al. 2016, arXiv:1604.06174): a third more time for a fraction of the memory. Raises
-    `ConfigError` for models that cannot.
-    """
+    """Keep only the input of each layer, and compute the layer again in the backward pass (Chen et
+    al. 2016, arXiv:1604.06174): a third more time for a fraction of the memory. Raises
+    `ConfigError` for models that cannot."""
     any_model: Any = model
     try:
         with warnings.catch_warnings():
@@ -84,8 +83,8 @@ def compile_layers_(model: nn.Module, backend: str = "inductor") -> None:
 
 
 def never_wait_for_masks() -> None:
-    """Have transformers not look for rows of several sequences in the forward pass of `loss`: to
-    see positions it waits for the device, and a GPU would idle."""
+    """Stop transformers from looking for packed sequences in the forward pass of `loss`: it would
+    read the positions back from the device, and a GPU would idle."""
     masks = transformers().masking_utils
     look = getattr(masks, "find_packed_sequence_indices", None)
     if look is None or hasattr(look, "__wrapped__"):

@@ -1,4 +1,4 @@
-"""What of a checkpoint others need to build the same model, without its trained weights.
+"""The parts of a checkpoint that others need to build the same model, without its trained weights.
 
 Config and generation become settings of the run. Parameters that are not trained and buffers, which
 no outer step carries, become files that are named by their digests.
@@ -30,7 +30,7 @@ _ABOUT.add("transformers_version")
 
 
 def allowed_names(kind: Any) -> set[str]:
-    """The settings of a class of transformers configs."""
+    """Return the settings of a class of transformers configs."""
     # Configs are dataclasses in late versions 5 of transformers only.
     is_new = dataclasses.is_dataclass(kind)
     fields = {field.name for field in dataclasses.fields(kind)} if is_new else set(vars(kind()))
@@ -39,13 +39,13 @@ def allowed_names(kind: Any) -> set[str]:
 
 
 def is_extra(kind: Any, name: str) -> bool:
-    """Whether a saved config may have this name, too: some models read what no field declares."""
+    """Return True if a saved config may have this undeclared name: some models read such names."""
     is_public = name.isidentifier() and not name.startswith("_")
     return is_public and name not in _ABOUT and not hasattr(kind, name)
 
 
 def recipe_of(model: Any) -> dict[str, Any]:
-    """The settings `model_type`, `config` and `generation` of a loaded model.
+    """Return the settings `model_type`, `config` and `generation` of a loaded model.
 
     Raises ConfigError for a config that cannot be said in settings: it holds what is not JSON.
     """
@@ -78,7 +78,7 @@ def recipe_of(model: Any) -> dict[str, Any]:
 
 
 def frozen_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that require no gradient, and the buffers that a checkpoint has, by name."""
+    """Return parameters that require no gradient, and persistent buffers, by name."""
     kept = model.state_dict().keys()
     parameters = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     if has_adapter(model):  # `model.weights` names them
@@ -87,14 +87,14 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def pack(name: str, tensor: Tensor) -> bytes:
-    """A tensor as a safetensors file; equal bytes for equal name, shape, dtype and values."""
+    """Serialize a tensor as a safetensors file; equal tensors of one name give equal bytes."""
     from safetensors.torch import save
 
     return bytes(save({name: tensor.detach().cpu().contiguous()}))
 
 
 def fill_frozen_(model: nn.Module, digests: Mapping[str, str], directory: Path) -> None:
-    """Set what is not trained to the values in files of a directory, named by their digests.
+    """Set untrained parameters and buffers from files of a directory, named by their digests.
 
     Raises CheckpointError where a file is missing or does not fit the model.
     """
@@ -119,7 +119,7 @@ def fill_frozen_(model: nn.Module, digests: Mapping[str, str], directory: Path) 
 
 
 def set_generation_(model: Any, settings: Mapping[str, Any]) -> None:
-    """Set how the model generates; raises ConfigError for what transformers does not know."""
+    """Set the generation config; raises ConfigError for what transformers does not know."""
     if not settings or model.generation_config is None:
         return
     for name in settings:

@@ -1,4 +1,4 @@
-"""The base of an adapter as peers give it to joiners: files of a model directory, in parts.
+"""Base models of adapters, served to joiners in parts.
 
 `model.base` is the SHA-256 of the index: by file its bytes, and the SHA-256 of each part.
 """
@@ -34,7 +34,7 @@ Index = dict[Annotated[str, Meta(pattern=FILE)], Parts]
 
 
 def index_of(directory: Path) -> bytes:
-    """The index of the model in a directory: its canonical JSON."""
+    """Return the index of the model in a directory, as canonical JSON."""
     files = [file for file in directory.iterdir() if re.match(FILE, file.name)]
     cut = {file: _cut(file, file.stat().st_size) for file in files}
     index = {file.name: (file.stat().st_size, _digests(parts)) for file, parts in cut.items()}
@@ -46,7 +46,7 @@ def index_place(config: Config) -> Path:
 
 
 def saved_index(config: Config) -> Index | None:
-    """The index, if this peer has it. `SwarmError` if the run's is none."""
+    """Load the index if this peer has it. `SwarmError` if the run's is invalid."""
     place = index_place(config)
     content = place.read_bytes() if place.is_file() else b""
     if sha256(content).hexdigest() != config.model.base:
@@ -64,13 +64,13 @@ def saved_index(config: Config) -> Index | None:
 
 
 def parts_of(index: Index, directory: Path) -> list[tuple[str, FilePart]]:
-    """Digest and place of each part."""
+    """List the digest and the file range of each part."""
     cut = ((digests, _cut(directory / name, size)) for name, (size, digests) in index.items())
     return [pair for digests, parts in cut for pair in zip(digests, parts, strict=True)]
 
 
 def missing(index: Index, directory: Path) -> dict[str, list[FilePart]]:
-    """The parts that are not in the directory, by digest."""
+    """Return the parts that are not in the directory, by digest."""
     found, parts = dict[str, list[FilePart]](), parts_of(index, directory)
     for (digest, part), here in zip(parts, _digests(one for _, one in parts), strict=True):
         if here != digest:
@@ -79,7 +79,7 @@ def missing(index: Index, directory: Path) -> dict[str, list[FilePart]]:
 
 
 def served(config: Config) -> dict[str, FilePart]:
-    """What a peer gives to joiners, by digest: the small files, and the base if it is here."""
+    """Return the files that a peer gives to joiners, by digest: small ones, and a base if here."""
     small = {digest: FilePart(file) for digest, file in files_of(config).items()}
     index, here = saved_index(config), Path(config.model.directory or "")
     if index is None:
@@ -97,7 +97,7 @@ def _cut(file: Path, size: int) -> list[FilePart]:
 
 
 def _digests(parts: Iterable[FilePart]) -> list[str]:
-    """The SHA-256 of each part; empty for one of a file that is not there."""
+    """Return the SHA-256 of each part; empty for a part of a missing file."""
 
     def digest(part: FilePart) -> str:
         with suppress(FileNotFoundError), part.path.open("rb") as file:

@@ -59,7 +59,7 @@ class _UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, after every byte of it was verified.
+    """A checkpoint whose every byte was verified.
 
     `tensors[stem]` reads that file again at each access, into copies on the CPU; it stays readable
     if it is pruned. `skipped` names newer checkpoints that could not be used, with the reasons.
@@ -87,7 +87,7 @@ class CheckpointStore:
         self._clean = False
 
     def save(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> Path:
-        """Writes `tensors` (file stem -> name -> tensor, any shape and device) and a JSON `state`.
+        """Write `tensors` (file stem -> name -> tensor, any shape and device) and a JSON `state`.
 
         Afterwards `load_latest` returns this checkpoint, even if there were later steps: they
         belong to a timeline that this run has left. Saving a step again replaces it. Raises
@@ -123,7 +123,7 @@ class CheckpointStore:
         return target
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest usable checkpoint; None without any. Warns of each unusable one.
+        """Load the newest usable checkpoint; None without any. Warns of each unusable one.
 
         Raises `CheckpointError` if there are checkpoints and none of them can be used.
         """
@@ -153,7 +153,7 @@ class CheckpointStore:
         return None
 
     def _names(self) -> list[str]:
-        """Names of the checkpoint directories, newest first."""
+        """List the checkpoint directories by name, newest first."""
         try:
             names = filter(_NAME.fullmatch, os.listdir(self.directory))
             return sorted(names, key=_age, reverse=True)
@@ -166,7 +166,7 @@ class CheckpointStore:
             ) from error
 
     def _prune(self, saved: str) -> None:
-        """Keeps `saved` and the newest older ones. A failure to delete does not stop the run."""
+        """Keep `saved` and the newest older ones. A failure to delete does not stop the run."""
         try:
             names = self._names()
             step, older = _age(saved)[0], names[names.index(saved) :]
@@ -181,7 +181,7 @@ class CheckpointStore:
 
 
 def copied(tensors: Groups) -> dict[str, dict[str, Tensor]]:
-    """Groups of tensors, as copies on the CPU that nobody else writes to."""
+    """Copy groups of tensors to the CPU, into memory that no one else writes to."""
     with torch.no_grad():
         return {
             stem: {name: tensor.detach().to("cpu", copy=True) for name, tensor in group.items()}
@@ -190,7 +190,7 @@ def copied(tensors: Groups) -> dict[str, dict[str, Tensor]]:
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time in a thread, for which Python waits before it ends."""
+    """Writes one checkpoint at a time in a thread, which Python joins before it ends."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
@@ -199,17 +199,17 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True while a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def begin(self, step: int, tensors: Groups, state: Mapping[str, Any]) -> None:
-        """Write `tensors`, which must stay as they are, and a copy of `state`; after `result`."""
+        """Write `tensors`, which must not change now, and a copy of `state`; after `result`."""
         assert self._writing is None, "one checkpoint at a time"
         copy = json.loads(json.dumps(state))
         self._writing = self._threads.submit(self._store.save, step, tensors, copy)
 
     def result(self) -> CheckpointError | None:
-        """Wait until nothing is being written; returns the last checkpoint's error, once."""
+        """Wait until nothing is being written; return the last checkpoint's error, once."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.exception()
         if error is not None and not isinstance(error, CheckpointError):
@@ -218,7 +218,7 @@ class BackgroundWriter:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Step, and number of the save of that step."""
+    """Parse a directory's name into the step, and the number of the save of that step."""
     step, _, save = name.removeprefix("step-").partition(".")
     return int(step), int(save or 0)
 
@@ -263,7 +263,7 @@ def _read_directory(path: Path) -> tuple[int, dict[str, Any], Mapping[str, dict[
 
 
 def _is_complete(body: dict[str, Any]) -> bool:
-    """Whether a state file has all our fields, and names no file outside of its directory."""
+    """Return True if a state file has all our fields, and names no file outside its directory."""
     try:
         kinds = {(type(entry["bytes"]), type(entry["sha256"])) for entry in body["files"].values()}
         known = all(map(_FILE.fullmatch, body["files"])) and kinds <= {(int, str)}
@@ -288,7 +288,7 @@ class _Groups(UserDict[str, Any]):
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces; the library's `save_file` can neither hash nor fsync."""
+    """Yield a safetensors file in pieces; the library's `save_file` can neither hash nor fsync."""
     assert "__metadata__" not in tensors, "safetensors reserves this name"
     header: dict[str, Any] = {}
     stop = 0
@@ -309,7 +309,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and fsyncs a new file; returns its entry of `state.json`."""
+    """Write and fsync a new file; return its entry of `state.json`."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""`diloco.compare`: what `diloco compare` prints, as a value for notebooks and scripts.
+"""`diloco.compare`: the comparison that `diloco compare` prints, as a value for notebooks.
 
 It reads `config.yaml`, `summary.json` and `metrics.jsonl` of each run directory. A run that broke
 or is still going on has only some of these files; then unknown values are None. Losses are on
@@ -43,7 +43,7 @@ AXES = {  # of the pictures: field of `Point`, and label
 
 @dataclass
 class Run:
-    """One run, as far as it is known: the sum of its peers' `bytes_sent`, mean `utilization`."""
+    """One run; unknown fields are None. `bytes_sent`: over all peers, `utilization`: their mean."""
 
     directory: Path
     settings: dict[str, Any]
@@ -63,11 +63,11 @@ class Run:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings that may make a difference."""
+        """Return the settings that may make a difference."""
         return {key: value for key, value in self.settings.items() if not _NEUTRAL.match(key)}
 
     def time_to_loss(self, loss: float) -> float | None:
-        """Seconds (virtual if simulated) until the held-out loss was at most `loss`, interpolated.
+        """Interpolate seconds (virtual if simulated) until held-out loss was `loss` or less.
 
         None if it never was, or if the times are unknown.
         """
@@ -91,20 +91,20 @@ class Arm:
 
     @property
     def counted(self) -> tuple[Run, ...]:
-        """The runs of `mean` and `spread`: those that ended well, or all if none has."""
+        """The runs that `mean` and `spread` use: those that ended well, or all if none has."""
         return tuple(run for run in self.runs if run.exit == 0) or self.runs
 
     def mean(self, of: str = "loss") -> float | None:
-        """The mean over the seeds of a field of `Run`; None if it is not known of any."""
+        """Return the mean over the seeds of a field of `Run`; None if it is unknown for all."""
         values = self._values(of)
         return statistics.mean(values) if values else None
 
     def spread(self, of: str = "loss") -> float | None:
-        """Standard deviation over the seeds; None with one run."""
+        """Return the standard deviation over the seeds; None with one run."""
         return _deviation(self._values(of))
 
     def losses(self) -> dict[int, float]:
-        """The held-out loss by seed."""
+        """Return the held-out loss by seed."""
         return {run.seed: run.loss for run in self.runs if run.seed is not None and run.loss}
 
     def _values(self, of: str) -> list[float]:
@@ -113,7 +113,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far an arm ends over a baseline's loss, in percent, for each of the `seeds`."""
+    """The excess of an arm's final loss over a baseline's, in percent, for each of the `seeds`."""
 
     name: str
     baseline: str
@@ -126,7 +126,7 @@ class Gap:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the seeds; None with one seed."""
+        """The standard deviation over the seeds; None with one seed."""
         return _deviation(self.percent)
 
     def __str__(self) -> str:
@@ -152,15 +152,14 @@ class RunComparison:
         return [run for arm in self.arms for run in arm.runs]
 
     def worst_loss(self) -> float | None:
-        """The largest final loss of the finished runs (of all, if none finished)."""
+        """Return the largest final loss of the finished runs (of all, if none finished)."""
         finished = [run for run in self.runs if run.exit == 0] or self.runs
         return max((run.loss for run in finished if run.loss is not None), default=None)
 
     def rows(self, loss: float | None = None) -> list[dict[str, Any]]:
-        """A dict per run, for example for `pandas.DataFrame`: arm, directory, the settings that
-        differ by dotted key, the results, and `time_to_loss_s`, the seconds to a held-out loss
-        (None: the worst final loss of all).
-        """
+        """List a dict per run, for example for `pandas.DataFrame`: arm, directory, the settings
+        that differ by dotted key, the results, and `time_to_loss_s`, the seconds to a held-out loss
+        (None: the worst final loss of all)."""
         reached = self.worst_loss() if loss is None else loss
         names, keys = _names(self.runs), _differing([run.compared for run in self.runs])
         return [
@@ -173,7 +172,7 @@ class RunComparison:
         ]
 
     def to_csv(self, file: str | Path, loss: float | None = None) -> None:
-        """Writes `rows` as a table with a header. Raises ConfigError if it cannot be written."""
+        """Write `rows` as a table with a header. Raises ConfigError if it cannot be written."""
         rows, text = self.rows(loss), io.StringIO()
         writer = csv.DictWriter(text, rows[0])
         writer.writeheader()
@@ -181,7 +180,7 @@ class RunComparison:
         write_atomic(Path(file), text.getvalue())
 
     def plot(self, directory: str | Path) -> list[Path]:
-        """Draws the loss by tokens, time and bytes; ConfigError if a picture cannot be written."""
+        """Draw the loss by tokens, time and bytes; ConfigError if a picture cannot be written."""
         from matplotlib import colormaps
 
         prepare_run_directory(Path(directory))
@@ -208,7 +207,7 @@ class RunComparison:
 
 
 def compare(*places: str | Path) -> RunComparison:
-    """Reads runs, which may have broken or be still going on, to compare them.
+    """Read runs, which may have broken or be still going on, to compare them.
 
         from diloco import compare
         found = compare("runs/sweep", "runs/baseline")
@@ -222,7 +221,7 @@ def compare(*places: str | Path) -> RunComparison:
 
 
 def gap_of(loss: float, baseline: float) -> float:
-    """A loss over a baseline's, in percent."""
+    """Return the excess of a loss over a baseline's, in percent."""
     return 100 * (loss / baseline - 1)
 
 
@@ -230,7 +229,7 @@ def gap_of(loss: float, baseline: float) -> float:
 
 
 def _run_directories(places: Iterable[Path]) -> list[Path]:
-    """The run directories that `places` are or, for a sweep, contain; each once."""
+    """List the run directories in `places`, and for a sweep those inside it; each once."""
     found: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
@@ -249,7 +248,7 @@ def _is_run(place: Path) -> bool:
 
 
 def read_run(directory: Path) -> Run:
-    """What is known of the run in a directory."""
+    """Read the run in a directory, as far as its files go."""
     summary = read_summary(directory / "summary.json")
     records = read_json_lines(directory / "metrics.jsonl")
     settings = _settings(directory / "config.yaml")
@@ -270,7 +269,7 @@ def read_run(directory: Path) -> Run:
 
 
 def _settings(saved: Path) -> dict[str, Any]:
-    """The settings by key; empty if they are unknown."""
+    """Return the settings by key; empty if they are unknown."""
     with contextlib.suppress(ConfigError):
         if saved.is_file():
             return dict(flatten(json.loads(read_saved(saved).text)))
@@ -278,7 +277,7 @@ def _settings(saved: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none."""
+    """Read the JSON object in a file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         if isinstance(content, dict):
@@ -290,7 +289,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _arms(runs: Sequence[Run]) -> list[Arm]:
-    """The arms by their mean loss, those without one last. Each has a name of its own."""
+    """Group runs into arms with unique names, by their mean loss; those without one come last."""
     groups: dict[str, list[Run]] = {}
     seen: Counter[str] = Counter()
     for run in runs:
@@ -308,7 +307,7 @@ def _without_seed(run: Run) -> dict[str, Any]:
 
 
 def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
-    """A name for each by the settings in which it differs from others, or else by its directory."""
+    """Name each run by the settings in which it differs from others, or else by its directory."""
     settings = [run.compared if with_seed else _without_seed(run) for run in runs]
     keys = _differing(settings)
     names = [" ".join(f"{k}={_shown(one[k])}" for k in keys if k in one) for one in settings]
@@ -320,7 +319,7 @@ def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys in which settings differ; of another model its name only."""
+    """List the keys in which settings differ; of another model its name only."""
     known = [setting for setting in settings if setting]
     keys = dict.fromkeys(key for one in known for key in one)
     found = [k for k in keys if any(k not in one or one[k] != known[0].get(k) for one in known)]
@@ -336,7 +335,7 @@ def _shown(value: Any) -> str:
 
 
 def _gaps(arms: Sequence[Arm]) -> list[Gap]:
-    """The gap of each arm to the best data parallel arm with its model, data and tokens, if any."""
+    """Compare each arm with the best data parallel arm of its model, data and tokens, if any."""
     baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
     found = []
     for arm in arms:
@@ -356,7 +355,7 @@ def _gaps(arms: Sequence[Arm]) -> list[Gap]:
 
 
 def _is_comparable(arm: Arm, other: Arm) -> bool:
-    """Whether model, data and tokens are equal, and there is a seed that both have."""
+    """Return True if model, data and tokens are equal, and both have a seed in common."""
     one, two = arm.mean("tokens"), other.mean("tokens")
     if one is None or two is None or abs(one - two) > TOKENS_WITHIN * max(one, two):
         return False
@@ -364,7 +363,7 @@ def _is_comparable(arm: Arm, other: Arm) -> bool:
 
 
 def _task(arm: Arm) -> dict[str, Any]:
-    """The settings of model, data and evaluation."""
+    """Return the settings of model, data and evaluation."""
     task, settings = ("model.", "data.", "eval.sequences"), arm.runs[0].compared
     return {key: value for key, value in settings.items() if key.startswith(task)}
 

@@ -1,4 +1,4 @@
-"""Nested containers as JSON and named tensors: what optimizers, modules and loops keep."""
+"""Nested containers as JSON and named tensors, for the state of optimizers and modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco.errors import CheckpointError
 
 
 def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested containers as JSON, which lacks tensors, tuples, sets and keys that are no strings."""
+    """Convert nested containers to JSON that marks tuples, sets, ...; tensors go to `tensors`."""
     if isinstance(value, numpy.generic):
         value = value.item()
     if isinstance(value, Tensor):
@@ -46,7 +46,7 @@ def to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _key(value: Any, path: str) -> Any:
-    """JSON of what can be hashed."""
+    """Convert a hashable value to JSON."""
     tensors: dict[str, Tensor] = {}
     written = to_json(value, path, tensors)
     if tensors:
@@ -55,7 +55,7 @@ def _key(value: Any, path: str) -> Any:
 
 
 def from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `to_json`."""
+    """Invert `to_json`."""
     if isinstance(value, list):
         return [from_json(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -83,7 +83,7 @@ def from_json(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def plain_json(value: Any, path: str) -> Any:
-    """JSON of a loop's values: also numbers of numpy and torch, paths, Hydra's containers."""
+    """Convert a loop's values to JSON: numbers of numpy and torch, paths, Hydra's containers."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, numpy.generic | numpy.ndarray | Tensor) and math.prod(value.shape) == 1:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def data_home() -> Path:
-    """Where this user's peers keep keys and joined runs; `ConfigError` without a home."""
+    """Return the directory of this user's keys and joined runs; `ConfigError` without a home."""
     try:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "diloco")
     except RuntimeError:
@@ -37,7 +37,7 @@ def data_home() -> Path:
 
 
 def prepare_run_directory(path: Path) -> None:
-    """Creates the run directory, and raises `ConfigError` if it cannot be written."""
+    """Create the run directory; raise `ConfigError` if it cannot be written."""
     probe = path / f".probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -50,19 +50,19 @@ def prepare_run_directory(path: Path) -> None:
 
 
 def origin_of(config: Config) -> Path:
-    """Where a peer keeps tokenizer and tensors that are not trained, from which the run starts."""
+    """Return the directory of the tokenizer and the untrained tensors that the run starts from."""
     return (config.run.dir / "origin").absolute()
 
 
 def files_of(config: Config) -> dict[str, Path]:
-    """Where the small files are that the manifest names, by digest."""
+    """Return the paths of the small files that the manifest names, by digest."""
     origin, files = origin_of(config), config.data.tokenizer_files
     tokenizer = {digest: origin / "tokenizer" / name for name, digest in files.items()}
     return tokenizer | {digest: origin / digest for digest in config.model.frozen.values()}
 
 
 def check_same_run(config: Config, manifest: str) -> Config:
-    """The configuration with the greater of its and the run's budget and planned rounds.
+    """Take the greater of the configuration's and the run's budget and planned rounds.
 
     Raises `CheckpointError` if other settings differ from those of the run's `manifest`.
     """
@@ -84,11 +84,11 @@ def check_same_run(config: Config, manifest: str) -> Config:
 
 @contextlib.contextmanager
 def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
-    """Locks a directory for this process until its end, and creates it if it is missing.
+    """Lock a directory until this process ends, and create it if it is missing.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on
-    file systems that have no locks. Raises `ConfigError` if another process holds it or it cannot
-    be made; `key` is the setting that chose it.
+    file systems without locks. Raises `ConfigError` if another process holds the lock or the
+    directory cannot be made; `key` is the setting that names it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a process has locked that directory."""
+    """Return True if a process has locked that directory."""
     try:
         with exclusive(directory):
             return False
@@ -118,7 +118,7 @@ def in_use(directory: Path) -> bool:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """`replace_file` that raises `ConfigError`; the old content stays then."""
+    """Call `replace_file` with `ConfigError` for its errors; the old content stays then."""
     try:
         replace_file(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -142,7 +142,7 @@ class JsonLines:
             raise _unwritable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends `record`, a JSON object; non-finite numbers become null."""
+        """Append `record`, a JSON object; non-finite numbers become null."""
         assert self._descriptor >= 0, f"{self.path} is closed"
         data = b"\n" * self._torn + json.dumps(finite(record)).encode() + b"\n"
         try:
@@ -158,7 +158,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without torn lines; empty if there is no file."""
+    """Read the objects of a JSON-lines file, without torn lines; empty if there is no file."""
     records = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
@@ -176,7 +176,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def number(value: Any) -> float | None:
-    """`value`, read from a file or a message, if it is a finite number; else None."""
+    """Return `value`, read from a file or a message, if it is a finite number; else None."""
     with contextlib.suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
@@ -184,5 +184,5 @@ def number(value: Any) -> float | None:
 
 
 def finite(value: Any) -> Any:
-    """A copy of `value`, a JSON structure, with None for every number that JSON lacks."""
+    """Copy `value`, a JSON structure, with None for every number that JSON lacks."""
     return msgspec.json.decode(msgspec.json.encode(value))

@@ -48,7 +48,7 @@ class RunLog:
         self._writable = True
 
     def metric(self, *, version: int, inner_step: int, tokens: int, **measured: Any) -> None:
-        """Logs a line without values that are None. Losses are in nats per token."""
+        """Log a line without values that are None. Losses are in nats per token."""
         record = {"version": version, "inner_step": inner_step, "tokens": tokens}
         record |= {name: value for name, value in measured.items() if value is not None}
         self._write(self._metrics, record)
@@ -56,7 +56,7 @@ class RunLog:
             self._wandb.log(record)
 
     def samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
-        """Prompts, and what the model of this version wrote after them: a `sample` each."""
+        """Log a `sample` event for each prompt, with the text that this version's model wrote."""
         for prompt, text in written:
             self.event("sample", version=version, prompt=prompt, text=text)
         if self._wandb is not None:
@@ -66,7 +66,7 @@ class RunLog:
         self._write(self._events, {"kind": kind, **fields})
 
     def swarm_event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """An event of the swarm node, whose `peer` becomes `subject`."""
+        """Log an event of the swarm node, whose `peer` becomes `subject`."""
         renamed = {"subject" if key == "peer" else key: value for key, value in fields.items()}
         self.event(kind, **renamed)
 
@@ -137,11 +137,11 @@ class WandbLog:
             self._give_up(f"wandb.mode={settings.mode}: cannot start", error)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Logs a line of `metrics.jsonl`."""
+        """Log a line of `metrics.jsonl`."""
         self._try("log", lambda: self._log(record))
 
     def samples(self, rows: list[list[Any]]) -> None:
-        """Logs a table of versions, prompts and texts."""
+        """Log a table of versions, prompts and texts."""
         columns: Any = ["outer step", "prompt", "text"]
         self._try("log", lambda: self._run.log({"samples": self._table(columns, rows)}))
 
@@ -156,7 +156,7 @@ class WandbLog:
             self._run.log(dict(record))
 
     def _swarm(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The swarm's figures, if they are due."""
+        """Return the swarm's figures if they are due."""
         version, at = self._logged
         shared = {name: record[key] for key, name in SHARED.items() if key in record}
         if not shared and record["version"] <= version and self._clock() - at < AGGREGATE_EVERY_S:
@@ -165,7 +165,7 @@ class WandbLog:
         return {**self.figures(), **shared}
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
-        """The first failure is the last call."""
+        """Call `work`; after the first failure, warn and make no more calls."""
         if self._run is not None:
             try:
                 work()

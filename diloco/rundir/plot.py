@@ -1,4 +1,4 @@
-"""The losses of a run: read from `metrics.jsonl`, and drawn into `loss.png`."""
+"""The losses of a run, from `metrics.jsonl` to `loss.png`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Curve:
 
 
 def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
-    """Draws the training loss of each peer and the held-out loss of the anchor.
+    """Draw the training loss of each peer and the held-out loss of the anchor.
 
     Raises `ConfigError` if `out_png` cannot be written.
     """
@@ -55,7 +55,7 @@ def plot_losses(metrics_path: Path, out_png: Path, title: str) -> None:
 
 @contextlib.contextmanager
 def picture(path: Path, x_label: str) -> Iterator[Axes]:
-    """Yields axes to draw on, then replaces the PNG `path`, which says so if nothing was drawn.
+    """Yield axes to draw on, then replace the PNG `path`, which says so if nothing was drawn.
 
     Needs no display. Raises `ConfigError` if `path` cannot be written.
     """
@@ -80,9 +80,9 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
 
 
 def training_curves(records: Records) -> dict[str, Curve]:
-    """The training loss by peer. A resumed peer repeats steps, and its later lines count.
+    """Return the training loss by peer; of steps that a resumed peer repeats, later lines count.
 
-    Lines are ordered by the clock first: a peer that rejoins without a checkpoint counts its steps
+    Lines are sorted by the clock first: a peer that rejoins without a checkpoint counts its steps
     from zero again.
     """
     found: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
@@ -101,7 +101,7 @@ def training_curves(records: Records) -> dict[str, Curve]:
 
 
 def held_out_curve(records: Records, virtual: bool = False) -> list[Point]:
-    """Held-out loss by version. A resumed run repeats versions, and the later lines count.
+    """Return the held-out loss by version; of versions repeated by a resume, later lines count.
 
     A virtual clock begins with the run; else the first line's time is the start.
     """
@@ -122,7 +122,7 @@ def held_out_curve(records: Records, virtual: bool = False) -> list[Point]:
 
 
 def _spread(x: list[float]) -> list[float]:
-    """The clock between its moves, as steps go on: [0, 0, 10, 10] -> [0, 5, 10, 15]."""
+    """Spread equal clock values evenly over their steps: [0, 0, 10, 10] -> [0, 5, 10, 15]."""
     values, moves = np.unique(x, return_index=True)
     index = np.arange(len(x))
     spread = np.interp(index, moves, values) if len(x) else np.array([])
@@ -133,7 +133,7 @@ def _spread(x: list[float]) -> list[float]:
 
 
 def _smooth(values: Sequence[float]) -> np.ndarray:
-    """Running mean. Near the start, where losses fall fast, its window shrinks on both sides."""
+    """Average over a window. Near the start, where losses fall fast, it shrinks on both sides."""
     index = np.arange(len(values))
     reach = np.minimum(len(values) // (2 * SMOOTHED_SHARE), index)
     start, stop = index - reach, np.minimum(index + reach + 1, len(values))

@@ -1,10 +1,10 @@
-"""Models of checkpoints, where others find them while training goes on: `URL/step-00000012/`.
+"""Pushes models of checkpoints to a URL while training goes on: `URL/step-00000012/`.
 
-The URL is a directory, or whatever fsspec writes to: an object store, or the hub. Of several peers
-that push, the first claims a version by a file, and the others leave it to that one; their models
-are equal. `complete.json` comes last: what lacks it is not whole. A version that an earlier
-training left there is replaced. So is the last version, at the end of the run: where fragments move
-one by one, a model that was pushed before may lie between two versions.
+The URL is a directory, or whatever fsspec writes to: an object store, or the hub. The first peer
+that pushes a version claims it by a file; the others skip it, as their models are equal.
+`complete.json` comes last: a version without it is incomplete. A version of an earlier training is
+replaced. So is the last version, at the end of the run: where fragments have versions of their own,
+the model pushed before may be between two of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 class Pusher:
     """Pushes one version at a time, the newest that waits first, in a thread of its own.
 
-    `digest` tells a model from others, `write` puts it into a directory. What still fails after
-    the waits `retry_s` is left to the next version. Raises `ConfigError` if nothing can be written
-    to the URL.
+    `digest` identifies a model, `write` writes it into a directory. A version that still fails
+    after the waits `retry_s` is given up. Raises `ConfigError` if the URL cannot be written to.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Pusher:
         self._queue.put((version, model, final))
 
     def wait(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until all is pushed that was begun, or warn after `timeout_s`."""
+        """Wait until all begun pushes are done, or warn after `timeout_s`."""
         with (done := self._queue.all_tasks_done):
             if not done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s):
                 text = "checkpoint.push: the last model is not at %s after %.0f s"

@@ -1,4 +1,4 @@
-"""What a peer reports while it trains, and who listens.
+"""Reports of a peer while it trains, and their listeners.
 
 training loop -> Report -> json_lines -> a JSON object per line -> read_report -> Report -> table
 """
@@ -43,7 +43,7 @@ class Report(Struct, frozen=True, tag_field="t"):
     time: float = 0.0
 
     def told_by(self, peer: str, time: float) -> Self:
-        """A copy with this peer and time."""
+        """Copy the report with this peer and time."""
         return replace(self, peer=peer, time=time)
 
 
@@ -74,7 +74,7 @@ class Ready(Report, frozen=True, tag="ready"):
     advice: str = ""
 
     def invitation(self) -> list[str]:
-        """Lines for who has started a swarm: the best address as a whole command, then others.
+        """List lines for the user who started a swarm: the best address as a command, then others.
 
         `command` is `diloco invite ...` for a closed run: its owner makes a link for each
         volunteer.
@@ -91,7 +91,7 @@ class Ready(Report, frozen=True, tag="ready"):
 
 
 class Notice(Report, frozen=True, tag="notice"):
-    """Something that whoever started the peer should know, in one line."""
+    """A line for whoever started the peer."""
 
     text: str = ""
 
@@ -99,8 +99,7 @@ class Notice(Report, frozen=True, tag="notice"):
 class PeerStatus(Report, frozen=True, tag="status"):
     """The state of a peer twice a second: losses in nats per token, counts of this peer.
 
-    `outer_steps` is the budget's. A value that is None is not known, and a display keeps the one
-    before.
+    `outer_steps` is the budget's. None means unknown; a display keeps the value before.
     """
 
     state: str = ""
@@ -131,7 +130,7 @@ _READER = msgspec.json.Decoder(Stage | Ready | Notice | PeerStatus | Finished)
 
 
 def read_report(line: str) -> Report | None:
-    """A report from a line of `json_lines`; None for any other, such as a library's output."""
+    """Parse a line of `json_lines`; None for any other line, such as a library's output."""
     try:
         report: Report = _READER.decode(line)
     except msgspec.MsgspecError:
@@ -140,7 +139,7 @@ def read_report(line: str) -> Report | None:
 
 
 def json_lines(report: Report) -> None:
-    """Writes a report to stdout at once, as a line of JSON; non-finite numbers become null."""
+    """Write a report to stdout at once, as a line of JSON; non-finite numbers become null."""
     with contextlib.suppress(BrokenPipeError):  # the supervisor is gone, and this peer leaves soon
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         sys.stdout.flush()
@@ -191,11 +190,11 @@ class Lines:
             self._status(peer, self.known[peer])
 
     def note(self, text: str) -> None:
-        """Writes a line for an event."""
+        """Write a line for an event."""
         self._write(f"[{self.clock() - self.began:5.1f}s] {plain(text)}")
 
     def learn(self, status: PeerStatus) -> None:
-        """Takes what is known of a peer into `known`."""
+        """Merge the known values of a status into `known`."""
         peer, fields = plain(status.peer), status.__struct_fields__
         before = self.known.get(peer, PeerStatus(peer, state="starting"))
         told = {name: value for name in fields if (value := getattr(status, name)) is not None}
@@ -203,7 +202,7 @@ class Lines:
         self.total = status.outer_steps or self.total
 
     def step_of(self, status: PeerStatus) -> str:
-        """The outer step, and of how many."""
+        """Format the outer step and the number of them."""
         version = "-" if status.version is None else str(status.version)
         return version if self.total is None else f"{version}/{self.total}"
 
@@ -232,13 +231,13 @@ class Lines:
 
 
 def merged_of(status: PeerStatus) -> str:
-    """How many of those who train are in the newest version; empty until there is one."""
+    """Format how many of the training peers are in the newest version; empty without one."""
     merged, training = status.merged or (0, 0)
     return f" merged {merged}/{max(merged, training)}" if merged and status.version else ""
 
 
 def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Listener:
-    """Writes reports to the log, for a peer without a terminal, and at last where the model is."""
+    """Write reports to the log, for a peer without a terminal; last, where the model is."""
     lines, notice = Lines(lambda text: logger.info("%s", text), clock=clock), who_can_join(config)
 
     def listen(report: Report) -> None:
@@ -255,7 +254,7 @@ def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Li
 
 
 def who_can_join(config: Config) -> tuple[str, bool] | None:
-    """One line on whether strangers can join, and whether it is a warning; None without a swarm."""
+    """Say in a line if strangers can join, and if that is a warning; None without a swarm."""
     key = config.run.key
     if config.outer.method != "diloco":
         return None
@@ -272,7 +271,7 @@ def who_can_join(config: Config) -> tuple[str, bool] | None:
 
 
 def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
-    """The swarm's figures for a single wandb run, by name; empty without a snapshot."""
+    """Return the swarm's figures for a single wandb run, by name; empty without a snapshot."""
     if snapshot is None:
         return {}
     peers, ledger = snapshot.peers, snapshot.ledger

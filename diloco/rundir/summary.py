@@ -25,8 +25,8 @@ FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 class PhaseTimer:
     """Counts every second of one thread in exactly one phase.
 
-    A resumed run counts on from `start`. `settle` waits for the device, so that its work counts in
-    the phase in which it was given.
+    A resumed run counts on from `start`. `settle` waits for the device, so that queued work counts
+    in the phase that queued it.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class PhaseTimer:
         self._since = 0.0
 
     def switch(self, phase: Phase | None) -> Phase | None:
-        """Starts `phase` (None: nothing is timed); returns the phase that ended."""
+        """Start `phase` (None: nothing is timed); return the phase that ended."""
         self._settle()
         self._done, previous = self.seconds(), self._phase
         self._phase, self._since = phase, self._clock()
         return previous
 
     def move(self, source: Phase, target: Phase, seconds: float) -> None:
-        """Moves seconds, at most those that `source` has, to another phase.
+        """Move seconds, at most those that `source` has, to another phase.
 
-        Only afterwards is it known what the thread waited for.
+        Only after a wait is it known what the thread waited for.
         """
         done = self.seconds()
         before, after = getattr(done, source), getattr(done, target)
@@ -60,7 +60,7 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Times a `with` block as `phase`, then continues the phase before it."""
+        """Time a `with` block as `phase`, then continue the phase before it."""
         previous = self.switch(phase)
         try:
             yield
@@ -68,7 +68,7 @@ class PhaseTimer:
             self.switch(previous)
 
     def seconds(self) -> PhaseSeconds:
-        """The seconds up to now, including the current phase."""
+        """Return the seconds up to now, including the current phase."""
         if self._phase is None:
             return self._done
         elapsed = self._clock() - self._since
@@ -91,7 +91,7 @@ class Evaluation(Struct, frozen=True):
 
     @property
     def perplexity(self) -> float | None:
-        """None where it is not a number of this machine; a NaN compares as False."""
+        """The exponential of the loss; None if that is unknown or overflows a float."""
         return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
 
 
@@ -135,13 +135,13 @@ class Summary(Struct, frozen=True):
     virtual_s: float | None = None
 
     def result(self, of_steps: int | None = None) -> str:
-        """How far it came, and its held-out loss, for people."""
+        """Describe how far the run came, and its held-out loss."""
         at = f"outer step {self.outer_steps}" + (f" of {of_steps}" if of_steps else "")
         loss = self.eval.loss
         return at if loss is None else f"{at}, held-out loss {loss:.3f} nats per token"
 
     def to_json(self) -> dict[str, Any]:
-        """With perplexity and utilization, and without what there is none of."""
+        """Return JSON with perplexity and utilization, and without empty parts."""
         content: dict[str, Any] = to_builtins(self)
         content["eval"]["perplexity"] = self.eval.perplexity
         for told, peer in zip(content["peers"], self.peers, strict=True):
@@ -156,20 +156,20 @@ class Summary(Struct, frozen=True):
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Writes `summary.json`; non-finite numbers become null. `ConfigError` if it cannot."""
+    """Write `summary.json`; non-finite numbers become null. Raises `ConfigError` if it cannot."""
     text = msgspec.json.encode(summary.to_json())
     write_atomic(path, msgspec.json.format(text, indent=2) + b"\n")
 
 
 def read_summary(path: Path) -> Summary | None:
-    """The summary in a file; None if there is none."""
+    """Read the summary in a file; None if there is none."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=Summary)
     return None
 
 
 def write_contributions(path: Path, contributions: Sequence[Contributor]) -> None:
-    """Writes the public record as CSV, one line per peer. Raises `ConfigError` if it cannot."""
+    """Write the public record as CSV, one line per peer. Raises `ConfigError` if it cannot."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(Contributor.__struct_fields__)
@@ -180,7 +180,7 @@ def write_contributions(path: Path, contributions: Sequence[Contributor]) -> Non
 
 
 def merge_peer_summaries(parts: Sequence[Summary], **known: Any) -> Summary:
-    """One summary of a swarm from the summaries of its peers, and fields that no part knows.
+    """Merge the summaries of a swarm's peers, and `known` fields that none of them has.
 
     applied, discarded: the largest count of any peer, because the swarm clock only grows.
     processed: the sum over the peers, and at least both, which may have tokens of a killed peer

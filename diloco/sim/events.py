@@ -1,4 +1,4 @@
-"""What happens to which peer when: `crash:3@120`, `leave:1@90`, `join:4@60`."""
+"""Events of simulated peers: `crash:3@120`, `leave:1@90`, `join:4@60`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SimEvent:
 
 
 def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
-    """Events of `sim.events` by time, those of equal time as they were given.
+    """Parse `sim.events`, sorted by time; those of equal time keep their order.
 
     `peers` are there at second 0, except those that join before anything else happens to them.
     Raises ConfigError if a peer that is not there leaves or crashes, or one that is there joins.
@@ -42,6 +42,6 @@ def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
 
 
 def starters(events: Sequence[SimEvent], peers: int) -> list[int]:
-    """Peers that are there at second 0."""
+    """List the peers that are there at second 0."""
     first = {event.peer: event.kind for event in reversed(events)}
     return [peer for peer in range(peers) if first.get(peer) != "join"]

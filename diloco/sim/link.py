@@ -10,7 +10,7 @@ PIECE_BYTES, LEAST_BYTES, PIECE_S = 64 * 1024, 64, 0.1
 
 @dataclass(frozen=True)
 class PeerLink:
-    """One peer's access: bytes per second (None is without limit), and its `latency_s`.
+    """One peer's access: bytes per second (None: unlimited) and seconds of latency.
 
     A byte takes the mean of the two ends' `latency_s` from one to the other.
     """
@@ -21,6 +21,6 @@ class PeerLink:
 
 
 def piece_bytes(*rates: float | None) -> int:
-    """Bytes that links with these rates take at a time: thin ones few, as streams take turns."""
+    """Return the bytes that links with these rates take at a time; thin links take few."""
     slowest = min([rate for rate in rates if rate is not None], default=PIECE_BYTES / PIECE_S)
     return max(LEAST_BYTES, min(PIECE_BYTES, int(slowest * PIECE_S)))

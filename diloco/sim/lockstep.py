@@ -40,7 +40,7 @@ class Lockstep(Generic[R]):
         self._result: list[R] = []
 
     def call(self, request: Coroutine[Any, Any, T]) -> T:
-        """In the thread: the result of a coroutine of the event loop."""
+        """Run a coroutine in the event loop and return its result; called in the thread."""
         if self._killed:
             request.close()
             raise Killed
@@ -54,7 +54,7 @@ class Lockstep(Generic[R]):
         return answer
 
     async def run(self) -> R:
-        """In the event loop: the whole function."""
+        """Run the whole function; awaited in the event loop."""
         self._thread.start()
         while True:
             self._asked.acquire()  # blocks the loop: the function computes now

@@ -42,7 +42,7 @@ class _Piece:
 
 
 class _Pipe:
-    """One direction of a stream. `fate` says of each write of both whether the stream breaks."""
+    """One direction of a stream. `fate` tells for each write, either way, if the stream breaks."""
 
     def __init__(self, network: Network, source: str, target: str, fate: Iterator[bool]) -> None:
         self.source, self.target = source, target
@@ -80,7 +80,7 @@ class _Pipe:
             raise ConnectionResetError(f"{self.target} has ended the stream")
 
     def close(self) -> None:
-        """End both directions: what was written still arrives, what comes back is dropped."""
+        """End both directions: what was written still arrives, replies are dropped."""
         if not self.ended and not self.broken:
             self.ended = True
             self.waiting.append(_Piece(None))
@@ -93,7 +93,7 @@ class _Pipe:
             self._drained.set()
 
     def land(self) -> None:
-        """The first piece on the downlink has reached the reader."""
+        """Hand the first piece on the downlink to the reader."""
         piece = self.landing.popleft()
         if piece.data is None:
             self.end_reader()
@@ -107,7 +107,7 @@ class _Pipe:
             self.reader.feed_eof()
 
     def reset(self) -> None:
-        """Nobody reads any more: forget what was to be sent, and let the writer know."""
+        """Drop what was to be sent, and let the writer know: there is no reader any more."""
         self.broken = True
         self.waiting.clear()
         self.backlog = 0
@@ -132,7 +132,7 @@ class _Direction:
         self._busy = False
 
     def serve(self, pipe: _Pipe) -> None:
-        """The stream has something to send; it takes its turn, if the link has a limit."""
+        """Queue a stream that has data to send; without a limit, serve it at once."""
         if self._bytes_per_s is None:
             while self._queue(pipe) and not self._held(pipe):
                 self._served(pipe, self._queue(pipe).popleft(), 0.0)
@@ -197,7 +197,7 @@ class Network:
     def join(
         self, peer: str, seeds: list[str], link: PeerLink | None = None, gate: Gate | None = None
     ) -> SimTransport:
-        """A peer's access to the network; its gate decides who may open streams."""
+        """Return a peer's access to the network; its gate decides who may open streams."""
         self.links[peer] = link = link or PeerLink()
 
         def is_cut(pipe: _Pipe) -> bool:
@@ -209,26 +209,26 @@ class Network:
         return transport
 
     def crash(self, peer: str) -> None:
-        """The peer is gone: what it was sending is lost, and others read the end of its streams."""
+        """Remove a peer: what it was sending is lost, and others read the end of its streams."""
         self._transports.pop(peer, None)
         for pipe in [pipe for pipe in self.pipes if pipe.source == peer]:
             self.break_stream(pipe)
 
     def leave(self, transport: SimTransport) -> None:
-        """A transport is closed: what was written arrives. Another one of the same peer stays."""
+        """Remove a closed transport: what was written arrives. Others of the same peer stay."""
         if self._transports.get(transport.me) is transport:
             del self._transports[transport.me]
             for pipe in [pipe for pipe in self.pipes if pipe.source == transport.me]:
                 pipe.close()
 
     def cut(self, one: str, other: str, one_way: bool = False) -> None:
-        """From now on nothing passes between two peers, or from one to the other; none is told."""
+        """Hold back all data between two peers, or from one to the other; neither is told."""
         mended = asyncio.Event()
         for pair in [(one, other)] if one_way else [(one, other), (other, one)]:
             self._cuts.setdefault(pair, mended)
 
     def mend(self, one: str, other: str) -> None:
-        """What waited on both sides of a cut goes on."""
+        """Undo `cut`, and send what waited on both sides."""
         for pair in (one, other), (other, one):
             self._cuts.pop(pair, asyncio.Event()).set()
         for pipe in list(self.pipes):
@@ -236,16 +236,16 @@ class Network:
                 self.uplinks[pipe.source].serve(pipe)
 
     def reset(self, one: str, other: str) -> None:
-        """Every stream between two peers breaks; new ones can be opened."""
+        """Break every stream between two peers; new ones can be opened."""
         for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (one, other)]:
             self.break_stream(pipe)
 
     def latency_s(self, one: str, other: str) -> float:
-        """Seconds that a byte is on the way from one peer to another."""
+        """Return the seconds that a byte takes from one peer to the other."""
         return (self.links[one].latency_s + self.links[other].latency_s) / 2
 
     async def open(self, source: str, target: str, protocol: str) -> Ends:
-        """Open a stream. A call into a cut, either way, is answered if that ends in time."""
+        """Open a stream. Across a cut, either way, the call waits for `mend`, or times out."""
         if cut := self._cuts.get((source, target)) or self._cuts.get((target, source)):
             try:
                 async with asyncio.timeout(UNANSWERED_S):
@@ -274,11 +274,11 @@ class Network:
         return back.reader, there
 
     def signature(self, peer: str, content: bytes) -> bytes:
-        """Stands for a peer's signature; only its own transport asks for it."""
+        """Return a stand-in for a peer's signature; only its own transport asks for it."""
         return hashlib.sha256(b"\0".join((self._secret, peer.encode(), content))).digest()
 
     def break_stream(self, pipe: _Pipe) -> None:
-        """Both directions end: here now, at the other end when the news arrives."""
+        """End both directions: here now, at the other end after the latency."""
         pipe.reset()
         pipe.reverse.end_reader()
 
@@ -311,7 +311,7 @@ class Network:
         self._land_at(max(self.loop.seconds + seconds, piece.whole_at), pipe, piece)
 
     def _land_at(self, second: float, pipe: _Pipe, piece: _Piece) -> None:
-        """One timer for all that lands at that second, such as a broadcast."""
+        """Let a piece arrive at a second; pieces of one second (a broadcast) share a timer."""
         pipe.landing.append(piece)
         if second in self._landings:
             self._landings[second].append(pipe)
@@ -325,7 +325,7 @@ class Network:
 
 
 class SimTransport:
-    """One peer's access to a `Network`; as `diloco.swarm.wire.transport.Transport`."""
+    """One peer's access to a `Network`; implements `diloco.swarm.wire.transport.Transport`."""
 
     def __init__(self, network: Network, me: str, seeds: list[str], gate: Gate) -> None:
         self.me = gate.me = me
@@ -360,7 +360,7 @@ class SimTransport:
         return signature == self._network.signature(peer, content)
 
     async def announce(self, life_s: float, met: Sequence[str]) -> None:
-        """Everybody finds it after a round trip of this peer's own latency."""
+        """Announce this peer: all find it after a round trip of its own latency."""
         await asyncio.sleep(2 * self._network.latency_s(self.me, self.me))
         self._network.announced[self.me] = (self.addresses, self._network.loop.seconds + life_s)
 
@@ -382,7 +382,7 @@ class SimTransport:
         self._network.leave(self)
 
     def served(self, task: asyncio.Future[None]) -> None:
-        """A handler has returned; one that raises is a bug, not a peer that vanished."""
+        """Check a handler that returned; one that raises is a bug, not a peer that vanished."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failure.done():
             self._failure.set_exception(SwarmError(f"a handler of {self.me} failed: {error!r}"))

@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class SimRuntime:
-    """As `Runtime`: a node in virtual time, and a training loop in lockstep with it.
+    """A stand-in for `Runtime`: a node in virtual time, and a training loop in lockstep with it.
 
-    Each peer draws from a seed of its own, made of the run's. Without a gate everybody is let in.
+    Each peer draws from a seed of its own, made of the run's. Without a gate all are admitted.
     """
 
     node_type = Node
@@ -61,7 +61,7 @@ class SimRuntime:
         return self._loop.time()
 
     def close(self) -> None:
-        """Nothing: the loop is the simulation's."""
+        """Do nothing: the loop belongs to the simulation."""
 
 
 class PacedStream:
@@ -88,7 +88,7 @@ class PacedStream:
 
 @dataclass
 class SimTrainer(Trainer):
-    """The trainer of `diloco train`. Peers with one anchor are evaluated once."""
+    """The trainer of `diloco train`. Peers with equal anchors are evaluated once."""
 
     evaluated: dict[str | None, float | None] = field(default_factory=dict)  # by anchor digest
 

@@ -55,7 +55,7 @@ PATIENCE_S = 3600.0  # virtual; a run without a step for so long, and some trans
 
 @dataclass(frozen=True)
 class Simulated:
-    """Summary and length of a run; `wall_s` of the summary are real seconds, phases virtual."""
+    """Summary and length of a run; its `wall_s` is in real seconds, its phases in virtual ones."""
 
     summary: Summary
     virtual_s: float
@@ -63,7 +63,7 @@ class Simulated:
 
 @dataclass
 class SimPeer:
-    """One life of a peer: a peer that crashed and joins again has another."""
+    """One life of a peer: a peer that crashes and joins again gets another."""
 
     index: int
     name: str
@@ -103,7 +103,7 @@ def simulate(config: Config, listen: Listener) -> Simulated:
 
 
 class Simulation:
-    """The peers of one run, and what they share because it is equal for all."""
+    """The peers of one run, and the objects that they share because they are equal for all."""
 
     def __init__(self, loop: VirtualLoop, config: Config, listen: Listener) -> None:
         sim, peers = config.sim, config.local.peers
@@ -166,7 +166,7 @@ class Simulation:
     # -- what happens ------------------------------------------------------------------------------
 
     async def _timeline(self) -> None:
-        """The start, then the events of the configuration, each at its time."""
+        """Start the peers, then carry out the configured events, each at its time."""
         starters = events.starters(self.events, self.config.local.peers)
         for index in starters:
             self._join(index, len(starters))
@@ -177,7 +177,7 @@ class Simulation:
             self._happen(event)
 
     async def _is_ready(self, peer: SimPeer) -> bool:
-        """Wait until others can join this peer; False when it ended before, and `_run` says why."""
+        """Wait until others can join this peer; False if it ended before (`_run` raises why)."""
         ready = self.loop.create_task(peer.ready.wait())
         await asyncio.wait({ready, peer.task}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -208,7 +208,7 @@ class Simulation:
         peer = self.peers[index] = SimPeer(index, name, seeds, lockstep, task)
 
     async def _watch(self) -> None:
-        """A swarm that hangs would beat its hearts for ever."""
+        """Stop a swarm that hangs; its heartbeats would go on for ever."""
         sim = self.config.sim
         transfer_s = 4 * models.num_trained(self.model) / (sim.bandwidth or float("inf"))
         patience_s = PATIENCE_S + 1000 * max(sim.step_s) + 100 * transfer_s
@@ -225,7 +225,7 @@ class Simulation:
     # -- one peer, in its thread -------------------------------------------------------------------
 
     def _live(self, peer: SimPeer, min_peers: int) -> Summary:
-        """As `diloco train`, without checkpoints."""
+        """Train as `diloco train` does, without checkpoints."""
         config = _config_of(self.config, peer.name, min_peers)
         with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
             phases = PhaseTimer(clock=self.loop.time)
@@ -297,7 +297,7 @@ def _config_of(config: Config, name: str, min_peers: int) -> Config:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy, in which what a forward pass left in layers (RecurrentGemma) is a leaf."""
+    """Copy a model. Tensors that a forward pass left in layers (RecurrentGemma) become leaves."""
     left = (value for layer in model.modules() for value in vars(layer).values())
     memo = {id(one): one.detach().clone() for one in left if isinstance(one, Tensor)}
     return copy.deepcopy(model, memo)

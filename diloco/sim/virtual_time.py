@@ -46,7 +46,7 @@ _Work = tuple[asyncio.TimerHandle, asyncio.Future[Any]]  # what a thread does, a
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Virtual seconds begin at 0 and pass only by timers.
+    """An event loop whose seconds begin at 0 and pass only by timers.
 
     Tasks, timers and callbacks belong to an owner (a simulated peer), which they inherit from their
     creator. `time` is the clock of the owner that asks; `seconds` is the clock of the simulation.
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     # -- time --------------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Seconds of the clock of the owner that asks."""
+        """Return the seconds of the clock of the owner that asks."""
         rate, offset_s = self._clocks.get(_owner.get(), _TRUE_CLOCK)
         return offset_s + rate * self.seconds
 
@@ -92,18 +92,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_at(second, callback, *args, context=_NOBODY)
 
     def set_clock(self, owner: str, rate: float, offset_s: float) -> None:
-        """From now on the owner's clock shows offset_s + rate * virtual seconds."""
+        """Let the owner's clock show offset_s + rate * virtual seconds."""
         self._clocks[owner] = (rate, offset_s)
 
     def set_back(self, owner: str, seconds: float) -> None:
-        """The owner's clock stood still for so many virtual seconds: its machine was suspended."""
+        """Set the owner's clock back by so many virtual seconds: its machine was suspended."""
         rate, offset_s = self._clocks.get(owner, _TRUE_CLOCK)
         self._clocks[owner] = (rate, offset_s - rate * seconds)
 
     # -- turns -------------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """All that is ready runs once. (asyncio's own turn would wait for files and real time.)"""
+        """Run everything that is ready. (asyncio's own turn would wait for files and real time.)"""
         ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
         self._drop_cancelled(timers)
         if self.turns % POLL_EVERY == 0:
@@ -140,7 +140,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._ready.append(timer)  # type: ignore[attr-defined]
 
     def _poll(self) -> None:
-        """Let signals in, which come by the loop's own pipe."""
+        """Handle signals, which come by the loop's own pipe."""
         self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
 
     def _drop_cancelled(self, timers: list[Any]) -> None:
@@ -200,18 +200,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     # -- owners ------------------------------------------------------------------------------------
 
     def count_task(self) -> int:
-        """The number of a task that is being made."""
+        """Return the number of a task that is being made."""
         self._num_tasks += 1
         return self._num_tasks
 
     @property
     def owner(self) -> str | None:
-        """Whose turn it is."""
+        """The owner whose turn it is."""
         return _owner.get()
 
     @contextmanager
     def owned_by(self, owner: str | None) -> Iterator[None]:
-        """What is created inside, and what that creates, belongs to this owner."""
+        """Assign what is created inside, and what that creates, to this owner."""
         token = _owner.set(owner)
         try:
             yield
@@ -228,7 +228,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             task.cancel()
 
     def tasks_of(self, owner: str) -> list[asyncio.Task[Any]]:
-        """The tasks of an owner that are not over, the oldest first."""
+        """List the tasks of an owner that are not over, the oldest first."""
         return list(self._owned.get(owner, ()))
 
     def freeze(self, owner: str) -> None:
@@ -236,7 +236,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
-        """A frozen owner goes on: what waited runs in the order in which it came."""
+        """Continue a frozen owner: its callbacks run in the order in which they came."""
         for handle in self._frozen.pop(owner, ()):
             self._ready.append(handle)  # type: ignore[attr-defined]
 
@@ -266,14 +266,14 @@ def _settle(future: asyncio.Future[Any], result: object, error: Exception | None
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: file and line of its innermost frame."""
+    """Return file and line at which a task waits."""
     stack = task.get_stack(limit=1)
     return f"{stack[-1].f_code.co_name} line {stack[-1].f_lineno}" if stack else "?"
 
 
 @contextmanager
 def virtual_time() -> Iterator[VirtualLoop]:
-    """A loop for the length of a `with` block; its tasks are cancelled at the end."""
+    """Yield a loop for the length of a `with` block; its tasks are cancelled at the end."""
     loop = VirtualLoop()
     try:
         yield loop

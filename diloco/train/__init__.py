@@ -1,1 +1,1 @@
-"""The training loop and what belongs to it: evaluation, checkpoints, metrics, plots."""
+"""One peer's training: loop, gradients, inner optimizer, evaluation, checkpoints and reports."""

@@ -16,7 +16,7 @@ from diloco.process import end_process, guard, in_utf8
 
 
 def peer(arguments: list[str]) -> int:
-    """One peer with these settings, to its end; the exit code."""
+    """Train as one peer with these settings, to its end; return the exit code."""
     start, arguments = _start(arguments)
     config = compose(arguments, start)
     if config.names_files:
@@ -40,7 +40,7 @@ def peer(arguments: list[str]) -> int:
 
 
 def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
-    """The options `--config` and `--config-dir`, as `diloco train` has them, and the rest."""
+    """Split arguments into the files of `--config` and `--config-dir`, and the overrides."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -52,7 +52,7 @@ def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
 
 
 def _leave_with_supervisor() -> None:
-    """A supervisor that was killed cannot say so; but its end of our standard input closes."""
+    """Leave when standard input closes: the supervisor, if killed, cannot say so."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

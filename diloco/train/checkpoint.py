@@ -1,8 +1,8 @@
-"""Everything that a peer restores after its process has ended is in one checkpoint.
+"""Checkpoints of all that a peer restores after its process has ended.
 
-Written at outer boundaries: anchors and their versions, outer states of the fragments held, inner
-optimizer, random generators, position in the data, counters. Where the local parameters are not the
-anchors (overlap, mixing, no barrier), a resumed peer goes on from the anchors.
+They are written at outer boundaries: anchors and their versions, outer states of the fragments
+held, inner optimizer, random generators, position in the data, counters. Where the local parameters
+are not the anchors (overlap, mixing, no barrier), a resumed peer continues from the anchors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Sync = Attachment | DataParallel
 
 
 def identity_path(config: Config, name: str) -> Path:
-    """Where this peer's key is: with the run, so that a resumed peer is the same peer."""
+    """Return the path of this peer's key: with the run, so that a resumed peer is the same peer."""
     given = config.swarm.identity_path
     return Path(given) if given is not None else config.run.dir / "identities" / f"{name}.key"
 
 
 def write_address(config: Config, address: str) -> None:
-    """Write where others find the swarm, unless this peer itself finds it by that file."""
+    """Write the swarm's address for others, unless this peer itself finds it by that file."""
     file = config.run.dir / "address"
     named = (Path(peer[1:]) for peer in config.swarm.initial_peers if peer.startswith("@"))
     if address and not any(one.absolute() == file.absolute() for one in named):
@@ -45,7 +45,7 @@ def write_address(config: Config, address: str) -> None:
 
 
 def checkpoints_name(config: Config) -> str:
-    """The directory of this peer's checkpoints; in data parallel all go on from that of rank 0."""
+    """Return the name of this peer's checkpoint directory; rank 0's for data parallel."""
     return "rank0" if config.outer.method == "data_parallel" else config.run.name or "peer"
 
 
@@ -83,14 +83,14 @@ class RunCheckpoints:
         self.loss_scale = found.state.get("loss_scale", ())
 
     def swarm(self) -> Saved | None:
-        """Where the swarm side goes on; call it before `restore`."""
+        """Return the saved swarm side; call it before `restore`."""
         found = self._checkpoint
         return None if found is None else restore_swarm(found.tensors, found.state)
 
     def restore(
         self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: BatchStream
     ) -> None:
-        """Restore everything but the swarm's part, before `sync` is entered; releases the files."""
+        """Restore everything but the swarm's part, before `sync` is entered; close the files."""
         if self._checkpoint is None:
             return
         state, tensors = self._checkpoint.state, self._checkpoint.tensors
@@ -120,7 +120,7 @@ class RunCheckpoints:
         """All ranks: rank 0 writes a checkpoint of the last outer boundary, unless there is one.
 
         In the `background` it is written from copies; call `written` before the next one. In data
-        parallel it is that of the last inner step.
+        parallel it is a checkpoint of the last inner step.
         """
         if sync.version == self.saved_version:
             return
@@ -155,11 +155,11 @@ class RunCheckpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
+        """True while a checkpoint is being written in the background."""
         return self._writer.busy
 
     def written(self) -> CheckpointError | None:
-        """Wait until nothing is being written; why the last checkpoint is not there, once."""
+        """Wait until nothing is being written; return the last write's error, once."""
         error = self._writer.result()
         if error is None:
             self._intact_version = self.saved_version

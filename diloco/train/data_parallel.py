@@ -20,7 +20,7 @@ from diloco.rundir.summary import PhaseTimer
 
 
 class DataParallel:
-    """The same methods as `Attachment`, for the training loop. If one process dies, all end."""
+    """Data parallel training behind the methods of `Attachment`. If one process dies, all end."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class DataParallel:
         self._asked_to_stop = True
 
     def count(self, tokens: int) -> None:
-        """Tokens of the coming step, of this process."""
+        """Count this process's tokens of the coming step."""
         self._counted_tokens += tokens
 
     def report(self, loss: float) -> None:
-        """There is no swarm to watch."""
+        """Do nothing: there is no swarm to watch."""
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """The parameters are the anchor."""
+        """Do nothing: the parameters are the anchor."""
         yield
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no exchange is under way."""
 
     def _after_step(self) -> None:
         self.inner_step += 1
@@ -81,7 +81,7 @@ class DataParallel:
             self.inner_step = 0
 
     def anchor_digest(self) -> str:
-        """All ranks: digest of the parameters, which are equal on all processes."""
+        """All ranks: return the digest of the parameters, which are equal everywhere."""
         with torch.no_grad():
             own = (full_tensor(p.detach()) for p in self._model.parameters() if p.requires_grad)
             flat = torch.cat([values.flatten().float().cpu() for values in own])

@@ -1,4 +1,4 @@
-"""How good parameters are: the loss on held-out text, and text that the model writes."""
+"""Evaluation of parameters: the loss on held-out text, and text that the model writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, DataError, DivergedError
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Mean cross entropy in nats per predicted token, its exp, and bits per byte with a
+    """Mean cross entropy in nats per predicted token, its exponential, and bits per byte with a
     tokenizer."""
 
     loss: float
@@ -35,7 +35,7 @@ def evaluate(
     tokenizer: Tokenizer | None = None,
     ranks: RankGroup | None = None,
 ) -> EvalResult:
-    """The loss of `model` on `holdout`, (N, T) or (N, 2, T) int64 (`models.loss`); each rank
+    """Return the loss of `model` on `holdout`, (N, T) or (N, 2, T) int64 (`models.loss`); each rank
     computes a part. Sums in float64.
 
     Raises `DivergedError` if the loss is not finite, `ConfigError` without sequences.
@@ -82,8 +82,8 @@ def generate(
     temperature: float,
     seed: int = 0,
 ) -> str:
-    """The text that `model` writes after `prompt`, until the document ends or `max_new_tokens`;
-    None: 256, or as many as its positions have room for.
+    """Return the text that `model` writes after `prompt`, until the document ends or
+    `max_new_tokens`; None: 256, or as many as its positions have room for.
 
     Temperature 0 takes the likeliest token. The same arguments give the same text; the global RNG
     is left as it was. Raises `ConfigError` if the tokens do not fit the model's positions, or a
@@ -128,8 +128,7 @@ def prompt_tokens(
     more: int,
     keys: tuple[str, str] = ("prompt", "max_new_tokens"),
 ) -> list[int]:
-    """The tokens of a prompt. `keys` name it, and the `more` tokens that follow, in
-    `ConfigError`."""
+    """Tokenise a prompt. In a `ConfigError`, `keys` name it and the `more` tokens that follow."""
     try:
         encoded = tokenizer.encode([prompt.encode("utf-8", errors="replace")])[0]
         tokens: list[int] = encoded.tolist()

@@ -1,5 +1,4 @@
-"""Gradients of an inner step: in which precision, with which scale of the loss, how many rows at a
-time.
+"""Gradients of an inner step: their precision, the scale of the loss, and the rows per micro-batch.
 
     bf16   autocast, where the device computes it natively (CUDA from compute capability 8.0 on)
     fp16   autocast with a scaled loss, on other CUDA devices: V100, T4, RTX 20
@@ -30,25 +29,25 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000  # as torch.amp.GradScaler
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:
-    """`train.precision`, with `auto` resolved for this device."""
+    """Return `train.precision`, with `auto` resolved for this device."""
     return native_precision(device) if config.train.precision == "auto" else config.train.precision
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """A context with the precision of the inner steps."""
+    """Return a context with the precision of the inner steps."""
     precision = precision_of(config, device)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
 
 def base_form(config: Config, precision: str) -> str:
-    """`train.base`, with `auto` resolved: FSDP2 gathers weights of one dtype only."""
+    """Return `train.base`, with `auto` resolved: FSDP2 gathers weights of one dtype only."""
     train = config.train
     return train.base if train.base != "auto" else precision if train.parallel == "ddp" else "fp32"
 
 
 def check_base(config: Config) -> None:
-    """Raises ConfigError if a base cannot lie here as `train.base` says; nothing is loaded yet."""
+    """Raise ConfigError if this peer cannot hold a base as `train.base` says; loads nothing."""
     if config.train.base != "nf4":
         return
     if config.model.adapter == "none":
@@ -60,7 +59,7 @@ def check_base(config: Config) -> None:
 
 
 def place(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """The model on the device, where the base of an adapter lies as `train.base` says."""
+    """Move the model to the device, and the base of an adapter into the form of `train.base`."""
     check_base(config)
     precision = precision_of(config, device)
     models.shrink_base_(model, base_form(config, precision), precision)
@@ -68,7 +67,7 @@ def place(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
 
 
 def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str, object]:
-    """Have the model compute as `train.` says, before `RankGroup.wrap`; what was chosen, for the
+    """Set the model up as `train.` says, before `RankGroup.wrap`; return the choices, for the
     log."""
     train, precision = config.train, precision_of(config, device)
     if train.attention.startswith("flash") and (device.type != "cuda" or precision == "fp32"):
@@ -90,8 +89,8 @@ def prepare_(model: nn.Module, config: Config, device: torch.device) -> dict[str
 
 
 def norm_of(norm: Any) -> float:
-    """All ranks: the value of what `clip_grad_norm_` returns. With FSDP2 each rank has a part of
-    it."""
+    """All ranks: return the value of a norm of `clip_grad_norm_`. With FSDP2 each rank has a
+    part."""
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
@@ -117,24 +116,24 @@ class LossScale:
         return (self.scale, self._good_steps) if self.enabled else ()
 
     def restore(self, state: Sequence[float]) -> None:
-        """Go on from a `state`; without effect if it, or this, is of another precision."""
+        """Continue from a `state`; without effect if it, or this, is of another precision."""
         if self.enabled and state:
             self.scale, self._good_steps = float(state[0]), int(state[1])
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to compute gradients of."""
+        """Return the loss to differentiate."""
         return loss * self.scale if self.enabled else loss
 
     @torch.no_grad()
     def unscale_(self, model: nn.Module) -> None:
-        """Gradients of the scaled loss become those of the loss."""
+        """Divide the gradients of the scaled loss by the scale."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if self.enabled and gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 
     def skips(self, norm: Any) -> bool:
-        """All ranks: whether gradients of this norm overflow. Only for fp16 it waits for the
-        device."""
+        """All ranks: return True if gradients of this norm overflow. Waits for the device in fp16
+        only."""
         if not self.enabled:
             return False
         if self._ranks.all_reduce_min(math.isfinite(norm_of(norm))):
@@ -153,7 +152,7 @@ class LossScale:
 
 
 class Gradients:
-    """Forward and backward passes of one rank, of as many rows at a time as fit its memory.
+    """Forward and backward passes of one rank, in micro-batches that fit its memory.
 
     The backward pass of `wrapped`, not that of `model`, averages over ranks.
 
@@ -178,10 +177,10 @@ class Gradients:
         self._fitting: int | None = None  # rows at a time that fit all ranks
 
     def compute_(self, rows: Tensor) -> Tensor:
-        """All ranks: mean loss of this rank's `rows`, (B, T) or (B, 2, T) int64, and its gradients.
+        """All ranks: return the mean loss of this rank's `rows`, (B, T) or (B, 2, T) int64.
 
-        Rows that do not fit are halved for the rest of the run, on all ranks. Raises `ConfigError`
-        where not even one fits.
+        Adds the gradients to the parameters. Rows that do not fit are halved for the rest of the
+        run, on all ranks. Raises `ConfigError` where not even one fits.
         """
         alone = self._ranks.size == 1
         while True:
@@ -204,8 +203,8 @@ class Gradients:
                 self._halve(part, rows.shape[-1])
 
     def clip_(self) -> bool:
-        """All ranks: clip the gradients to `inner.clip`. False if they overflowed: then there are
-        none."""
+        """All ranks: clip the gradients to `inner.clip`. False if they overflowed and were
+        dropped."""
         self.scale.unscale_(self._model)
         self.norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._config.inner.clip
@@ -227,8 +226,7 @@ class Gradients:
         self._on_event("micro_batch", sequences=self.micro_batch)
 
     def _fits_all(self, rows: Tensor) -> bool:
-        """Whether so many rows fit the memory of all ranks. With FSDP2 the run ends if they do
-        not."""
+        """Return True if so many rows fit the memory of all ranks; FSDP2 raises if they do not."""
         fits = True
         with forked_random(self._ranks.device):
             try:
@@ -243,8 +241,7 @@ class Gradients:
         return bool(self._ranks.all_reduce_min(fits))
 
     def _accumulate(self, rows: Tensor, micro_batch: int) -> Tensor:
-        """Mean loss of the rows, computed in parts; their gradients add up to those of the
-        whole."""
+        """Return the mean loss of the rows, computed in parts, whose gradients add up."""
         total = torch.zeros((), dtype=torch.float32, device=self._ranks.device)
         targets = float(models.num_targets(rows))
         if rows.ndim == 3 and self._ranks.size > 1:  # ranks have different numbers of answers

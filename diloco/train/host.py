@@ -1,4 +1,4 @@
-"""A host is a peer that does not train: it merges contributions and gives newcomers the state."""
+"""A host: a peer that does not train, merges contributions and gives newcomers the state."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ class Host:
         return self._view.address
 
     def is_over(self) -> bool:
-        """Whether the run's budget is used up, and no peer that trains is left.
+        """Return True if the run's budget is used up, and no peer that trains is left.
 
         Ask at least once a second: the last version may not come here when its peers leave; then
-        what they said counts.
+        their status counts.
         """
         core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
         self.manifest = raised(self.manifest, core.planned)
@@ -99,7 +99,7 @@ class Host:
         return self._used_up and not trainers
 
     def status(self) -> PeerStatus:
-        """This host's state and figures, for a live table."""
+        """Return this host's state and figures, for a live table."""
         core, traffic = self.node.core.facts, self.node.traffic
         head = core.control.tip.head
         return PeerStatus(

@@ -74,7 +74,7 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Inner steps until the budget is used up or the run is interrupted."""
+        """Make inner steps until the budget is used up or the run is interrupted."""
         self._follow_plan()
         sync = self.sync
         self.gradients.scale.restore(self.checkpoints.loss_scale)
@@ -99,15 +99,15 @@ class Trainer:
         return self.config.budget.is_used_up(self.sync.version, self.sync.applied_tokens)
 
     def _follow_plan(self) -> None:
-        """All ranks: the run is as long as the swarm says, where peers were told other budgets."""
+        """All ranks: take over the length of the run that the swarm has agreed on."""
         view = self.sync.view
         plan = [0, 0, 0] if view is None else list(view.node.core.facts.planned)
         config = raised(self.config, self.ranks.broadcast_floats(plan))
         self.config = self.checkpoints.config = self.report.config = config
 
     def _inner_step(self, batch: Tensor) -> float | None:
-        """All ranks: forward, backward, clip, step; the mean loss since it was last measured, if it
-        is now. The optimizer's hook exchanges with the swarm."""
+        """All ranks: forward, backward, clip, step; return the mean loss since it was last
+        measured, if it is now. The optimizer's hook exchanges with the swarm."""
         self._losses.append(self.gradients.compute_(batch))
         if not self.gradients.clip_():
             # Without gradients the step changes nothing, and its hook still counts it.
@@ -130,9 +130,9 @@ class Trainer:
         return loss
 
     def _mean_loss(self) -> float:
-        """All ranks, before every exchange at least: the mean of the losses since the last time.
+        """All ranks, at least before every exchange: return the mean loss since the last call.
 
-        Raises `DivergedError` if it is not finite, before that spreads.
+        Raises `DivergedError` if it is not finite, before the exchange spreads that.
         """
         [total] = self.ranks.sum(float(torch.stack(self._losses).mean()))
         loss = total / self.ranks.size
@@ -149,8 +149,7 @@ class Trainer:
     # -- after an exchange -------------------------------------------------------------------------
 
     def _outer_step(self) -> None:
-        """After an exchange: report it; once in a while evaluate the anchor, and write a
-        checkpoint."""
+        """Report an exchange; at intervals evaluate the anchor, and write a checkpoint."""
         self._follow_plan()
         self.report.outer_step()
         version, is_over, settings = self.sync.version, self._is_over(), self.config.checkpoint
@@ -171,7 +170,7 @@ class Trainer:
         return every > 0 and self.sync.version // every > since // every
 
     def evaluate(self) -> None:
-        """All ranks: the anchor's held-out loss, where text is held out, and what it writes after
+        """All ranks: measure the anchor's held-out loss, if text is held out, and let it continue
         `eval.prompts`."""
         if not len(self.holdout) and not self.config.eval.prompts:
             return
@@ -192,8 +191,7 @@ class Trainer:
             self._show(written)
 
     def _write(self) -> list[tuple[str, str]]:
-        """All ranks, as sharded layers are gathered: prompts, and what the model writes after
-        them."""
+        """All ranks, as sharded layers are gathered: pair prompts with the model's texts."""
         prompts, most = self._prompts(), self.config.eval.prompt_tokens
         # Each token makes the sequence longer, and would have layers compiled for another length.
         is_compiled = self.config.train.compile and prompts
@@ -209,7 +207,7 @@ class Trainer:
             ]
 
     def _prompts(self) -> list[str]:
-        """`eval.prompts`, as questions of a user where conversations are learned."""
+        """Return `eval.prompts`, as questions of a user where conversations are learned."""
         asks = self.config.data.has_conversations
         return [
             self.tokenizer.question(prompt) if asks else prompt
@@ -281,8 +279,8 @@ class Trainer:
 
 
 def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_every: int) -> float:
-    """Learning rate of the coming inner step: linear warm-up, then the rest of the schedule over
-    the present budget.
+    """Return the learning rate of the coming inner step: linear warm-up, then the rest of the
+    schedule over the present budget.
 
     Progress is the largest part of any limit that is used up. During the warm-up this peer's own
     tokens count at once.
@@ -307,7 +305,7 @@ def learning_rate(clock: Sync, inner: InnerConfig, budget: BudgetConfig, sync_ev
 
 
 def _progress(budget: BudgetConfig, sync_every: int, steps: int, tokens: int) -> float:
-    """The part of the run that is over after so many inner steps of a peer, and tokens of all."""
+    """Return the part of the run that is over after these steps of a peer, and tokens of all."""
     by_steps = 0.0 if budget.outer_steps is None else steps / (budget.outer_steps * sync_every)
     by_tokens = 0.0 if budget.tokens is None else tokens / budget.tokens
     return max(by_steps, by_tokens)

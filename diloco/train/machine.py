@@ -1,5 +1,4 @@
-"""What training takes of a machine: memory, before anything is allocated, and seconds per inner
-step.
+"""The memory that training needs, before anything is allocated, and seconds per inner step.
 
 `memory_rows` is the table, `memory_need` its sum, `fit_micro_batch` what fits; where that was too
 much, the loop halves it. Each sequence that is computed at a time adds activations, about 36
@@ -62,8 +61,7 @@ logger = logging.getLogger(__name__)
 
 class Row(NamedTuple):
     """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which
-    training is slower. One without `per_parameter` does not depend on the size of the model.
-    """
+    training is slower. A row without `per_parameter` does not depend on the size of the model."""
 
     what: str
     where: str
@@ -73,7 +71,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that training needs, on each device without activations, and that it takes if free."""
+    """Bytes that training needs, on each device without activations, and that it uses if free."""
 
     parameters: int
     device_bytes: float
@@ -89,7 +87,7 @@ def memory_rows(
     sharded: bool = False,
     accelerator: bool | None = None,
 ) -> list[Row]:
-    """The table for a peer of a swarm of so many, without activations, by default on what is here.
+    """List the memory of a peer in a swarm of `peers`, by default here, without activations.
 
     Each of its `num_ranks` has all parameters, or rows of them if `sharded`. Raises `ConfigError`
     as `model.build`.
@@ -161,7 +159,7 @@ def _rows(
 
 
 def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
-    """Bytes per parameter of the whole model that the outer step takes of a peer's main memory."""
+    """Yield the bytes per parameter that the outer step takes of a peer's main memory."""
     fragments, vectors = outer.fragments, 1 + OUTER_OPTIMIZERS[outer.optimizer].num_buffers
     held = -(-fragments // peers) / fragments
     up, down = (CODECS[name].nbytes(CHUNK) / CHUNK for name in (outer.codec_up, outer.codec_down))
@@ -179,14 +177,14 @@ def _outer_rows(outer: OuterConfig, peers: int) -> Iterator[tuple[str, float]]:
 
 
 def _largest_layer(model: nn.Module) -> int:
-    """Parameters of the largest layer, or of all that is in none."""
+    """Count the parameters of the largest layer, or of those outside of layers if more."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers = [models.num_parameters(layer) for stack in stacks for layer in stack]
     return max([models.num_parameters(model) - sum(layers), *layers])
 
 
 def parameters_of(settings: ModelConfig) -> int:
-    """The number of trained parameters; tied ones count once. Raises `ConfigError` as `build`."""
+    """Count trained parameters; tied ones count once. Raises `ConfigError` as `build`."""
     return models.num_trained(_outline(settings))
 
 
@@ -202,7 +200,7 @@ def memory_need(
     num_ranks: int = 1,
     sharded: bool = False,
 ) -> MemoryNeed:
-    """Memory for training with this precision; without `peers` there is one for each fragment."""
+    """Sum up the table for this precision; without `peers` there is one for each fragment."""
     config, peers = _resolved(config, machine.precision), peers or config.outer.fragments
     rows = memory_rows(config, peers, num_ranks, sharded, machine.device.type != "cpu")
     places = ("device", "main", "spare")
@@ -211,7 +209,7 @@ def memory_need(
 
 
 def sequence_bytes(config: Config) -> float:
-    """About the bytes of one sequence's activations; 0 where the config does not say its layers."""
+    """Estimate the bytes of a sequence's activations; 0 if the config does not say its layers."""
     shape = models.config_of(config.model).get_text_config()
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     precision = _resolved(config, NATIVE[bool(devices.count_devices()[1])]).train.precision
@@ -226,7 +224,7 @@ def sequence_bytes(config: Config) -> float:
 
 
 def fit_micro_batch(need: MemoryNeed, machine: Machine, batch_size: int) -> int:
-    """The sequences to compute at a time: the batch in the fewest equal parts that fit.
+    """Return the sequences to compute at a time: the batch in the fewest equal parts that fit.
 
     Raises `ConfigError` if not even one sequence does.
     """
@@ -256,7 +254,7 @@ def _too_small(need: MemoryNeed, wanted: float, free: float, where: str) -> Conf
 
 
 def fit_to_memory(config: Config, ranks: RankGroup) -> Config:
-    """All ranks: the configuration with a micro-batch that fits the memory of all, if none is set.
+    """All ranks: set a micro-batch that fits the memory of all ranks, if none is set.
 
     Checkpoints are not written in the background where there is no room for a copy. Raises
     `ConfigError` if not one sequence fits.
@@ -302,17 +300,17 @@ class Machine:
 
     @property
     def shared(self) -> bool:
-        """Whether the device uses main memory."""
+        """True if the device uses main memory."""
         return self.device.type in ("cpu", "mps")
 
 
 def inspect_machine(device: str, threads: int | None = None) -> Machine:
-    """This machine with its present load; `ConfigError` if it lacks `device` (train.device)."""
+    """Measure this machine now; `ConfigError` if it lacks `device` (train.device)."""
     return machine_at(devices.pick_device(device), threads)
 
 
 def machine_at(device: torch.device, threads: int | None = None) -> Machine:
-    """The same for a device that this process has already."""
+    """Measure the machine for a device that this process has already."""
     cores, main, native = _cores(), free_memory(), devices.native_precision(device)
     if device.type != "cpu":
         free = devices.free_bytes(device)
@@ -322,7 +320,7 @@ def machine_at(device: torch.device, threads: int | None = None) -> Machine:
 
 
 def _cores() -> int:
-    """Cores that the affinity of this process and the quota of its container allow."""
+    """Count the cores that this process's affinity and its container's quota allow."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     quota, _, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").partition(" ")
@@ -330,7 +328,7 @@ def _cores() -> int:
 
 
 def free_memory() -> float:
-    """Bytes of main memory that the kernel has left and that the limit of this container allows."""
+    """Return the bytes of main memory that the kernel has left and the container's limit allows."""
     # where the kernel does not say more
     free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for line in (_read("/proc/meminfo") or "").splitlines():
@@ -353,9 +351,8 @@ def _read(path: str) -> str | None:
 
 
 def step_seconds(config: Config, micro_batch: int | None = None) -> float:
-    """Median seconds of an inner step of this configuration on this machine, on random tokens; with
-    a `micro_batch` only that part of a batch is measured, and a step counts as so many parts.
-    """
+    """Measure the median seconds of an inner step here, on random tokens; with a `micro_batch` only
+    that part of a batch is measured, and a step counts as so many parts."""
     device = devices.pick_device(config.train.device)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)

@@ -20,8 +20,8 @@ EPS = 1e-7
 
 
 def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over what requires a gradient, or Muon on the matrices inside the model, or what a user
-    registered; weight decay on matrices only."""
+    """Return AdamW over all trained parameters, Muon on the matrices inside the model, or an
+    optimizer that a user registered; weight decay on matrices only."""
     hidden, others = _hidden_and_others(model, inner)
     if inner.optimizer not in INNER_OPTIMIZERS.own:
         kind: type[torch.optim.Optimizer] = INNER_OPTIMIZERS[inner.optimizer]
@@ -35,7 +35,7 @@ def inner_optimizer(model: nn.Module, inner: InnerConfig) -> torch.optim.Optimiz
 def _hidden_and_others(
     model: nn.Module, inner: InnerConfig
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices inside the model, if Muon is for them, and the other trained parameters."""
+    """Split trained parameters into matrices inside the model, for Muon, and the others."""
     hidden: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
@@ -46,8 +46,8 @@ def _hidden_and_others(
 
 
 def moment_numel(model: nn.Module, inner: InnerConfig) -> int:
-    """Elements of the optimizer's state: two for each parameter with AdamW, one with Muon; as many
-    as AdamW's where a class does not say its `moments`."""
+    """Count the elements of the optimizer's state: two per parameter with AdamW, one with Muon; as
+    many as AdamW's where a class does not declare its `moments`."""
     hidden, others = _hidden_and_others(model, inner)
     moments = moments_of(INNER_OPTIMIZERS.found.get(inner.optimizer, torch.optim.AdamW))
     each = 2 if moments is None else len(moments)
@@ -117,7 +117,7 @@ class Muon(torch.optim.Optimizer):
 
 @functools.cache
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """The fastest dtype of products on a device that has it natively: bfloat16 or float32."""
+    """Return the faster dtype of products that a device has natively: bfloat16 or float32."""
     native = True
     if device.type == "cpu":
         # Old versions of torch do not tell: float32 is then right, and may be slower.
@@ -129,7 +129,7 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """U V^T, nearly, of a matrix U S V^T."""
+    """Approximate U V^T of a matrix U S V^T."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(iteration_dtype(matrix.device))
     x = x.T if tall else x

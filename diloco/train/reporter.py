@@ -1,5 +1,4 @@
-"""What one peer reports: lines of `metrics.jsonl` and `events.jsonl`, its status, and its
-summary."""
+"""The reports of one peer: `metrics.jsonl`, `events.jsonl`, its status, and its summary."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ REPORT_EVERY_S = 0.5
 
 
 class Reporter:
-    """Where the training loop of one rank reports to; only rank 0 writes.
+    """The reports of the training loop of one rank; only rank 0 writes.
 
     Attributes:
         config: that of the run now, whose budget may grow.
@@ -54,7 +53,7 @@ class Reporter:
         self._anchors: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Training begins: paces count from now on."""
+        """Start the clocks of the paces: training begins."""
         seconds = self.phases.seconds().total
         self._own, self._swarm = (self.sync.tokens, seconds), (self.sync.applied_tokens, seconds)
 
@@ -69,12 +68,12 @@ class Reporter:
         )
 
     def state(self, state: str) -> None:
-        """Tell the display what this peer does now."""
+        """Tell the display the state of this peer."""
         if self.ranks.is_rank0:
             self.tell(self._status(state))
 
     def step(self, lr: float, loss: float | None, norm: float) -> None:
-        """After an inner step; with a `loss` if it was measured."""
+        """Report an inner step; with a `loss` if it was measured."""
         if not self.ranks.is_rank0:
             return
         if loss is not None:
@@ -90,7 +89,7 @@ class Reporter:
             self.state("training")
 
     def outer_step(self) -> None:
-        """After an outer step: seconds of each phase, and the anchors that moved."""
+        """Report an outer step: seconds of each phase, and the anchors that moved."""
         if not self.ranks.is_rank0:
             return
         sync, seconds, (tokens, at) = self.sync, self.phases.seconds(), self._swarm
@@ -109,7 +108,7 @@ class Reporter:
         self.metric(**figures, **spent)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received by this peer, also before it went on from a checkpoint."""
+        """The bytes sent and received by this peer, also before it resumed from a checkpoint."""
         sent, received = self._earlier_traffic
         if self.sync.view is None:
             return sent, received
@@ -134,7 +133,7 @@ class Reporter:
         )
 
     def summary(self, wall_s: float, digest: str | None = None) -> Summary:
-        """One peer's summary; `digest` is that of its anchor, where it is known already."""
+        """Return this peer's summary; `digest` is that of its anchor, where it is known already."""
         config, sync, view = self.config, self.sync, self.sync.view
         core, (sent, received) = view and view.node.core.facts, self.traffic()
         mine = PeerSummary(
@@ -163,11 +162,10 @@ class Reporter:
 
 
 def token_share(model: nn.Module, sequence_length: int, device: torch.device) -> float | None:
-    """Tokens per second times this are the part of the device's peak that training uses (MFU,
-    Chowdhery et al. 2022, arXiv:2204.02311, appendix B): 6 operations per parameter, 4 where it is
-    frozen, none where its rows are only looked up, and 12 LHQT for attention. None without a known
-    peak, for models that do not say L, H and Q, and for experts.
-    """
+    """Return the MFU at one token per second: the part of the device's peak (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B): 6 operations per parameter, 4 where it is frozen, none where its
+    rows are only looked up, and 12 LHQT for attention. None without a known peak, for models that
+    do not say L, H and Q, and for experts."""
     peak = devices.peak_flops(device)
     if peak is None:
         return None

@@ -1,5 +1,5 @@
-"""One peer's run from configuration to summary, from top to bottom: ranks, data, model, optimizer,
-swarm, loop, end."""
+"""One peer's run, top to bottom: configuration, ranks, data, model, optimizer, swarm, loop,
+summary."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _data(config: Config, tell: Tell) -> data.Dataset:
 def _model(
     config: Config, ranks: RankGroup, tokenizer: data.Tokenizer
 ) -> tuple[nn.Module, dict[str, object]]:
-    """The model on this rank's device, and how it computes, for the log."""
+    """Return the model on this rank's device, and how it computes, for the log."""
     length = config.data.sequence_length
     model = models.build(
         *(config.model, config.run.seed), tokenizer=tokenizer, sequence_length=length, narrow=True
@@ -207,7 +207,7 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
 
 
 def _stream(config: Config, dataset: data.Dataset, ranks: RankGroup, sync: Sync) -> data.Prefetched:
-    """Leased units, where peers share one list of them and nobody has cut it into shards."""
+    """Return the batches: of leased units if peers share one list of data, or of a shard of it."""
     size, rows = config.inner.batch_size, (ranks.rank, ranks.size)
     shard, shards = config.data.shard, config.data.shards
     if isinstance(sync, DataParallel):
@@ -224,7 +224,7 @@ def _stream(config: Config, dataset: data.Dataset, ranks: RankGroup, sync: Sync)
 
 
 def _prepare_files(trainer: Trainer) -> None:
-    """Of the peer that leads: where its models go, and its settings, now that they are checked."""
+    """Prepare the push of models and write the checked settings; the leading peer only."""
     config = trainer.config
     if config.checkpoint.push is not None:
         write = partial(_write, config, trainer.tokenizer)
@@ -235,7 +235,7 @@ def _prepare_files(trainer: Trainer) -> None:
 
 
 def _leave_on_signals(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
-    """Ctrl+C, SIGTERM and their like: leave cleanly, and rank 0 says so once."""
+    """Leave cleanly on Ctrl+C, SIGTERM and their like; rank 0 says so once."""
     told = threading.Event()
 
     def stop(number: int) -> bool:
@@ -266,7 +266,7 @@ def _take_part(trainer: Trainer) -> None:
 
 @contextmanager
 def _reporting_arrival(sync: Sync, tell: Tell) -> Iterator[None]:
-    """Tells how much has come from the swarm, while its state is fetched."""
+    """Report how many bytes have come from the swarm, while its state is fetched."""
     arrived = threading.Event()
 
     def report() -> None:
@@ -284,8 +284,8 @@ def _reporting_arrival(sync: Sync, tell: Tell) -> Iterator[None]:
 
 
 def _finish(trainer: Trainer, began_at: float) -> Summary:
-    """After the swarm, all ranks: evaluate the final anchor; rank 0 writes the model and the
-    rest."""
+    """After the swarm, all ranks: evaluate the final anchor; rank 0 writes model, plot and
+    summary."""
     config, sync, report = trainer.config, trainer.sync, trainer.report
     is_rank0 = trainer.ranks.is_rank0
     if trainer.lead:

@@ -1,11 +1,11 @@
 """The files that a run starts from, behind `model.path` and `data.tokenizer`, for all of its peers.
 
-Who starts a run has them, from a directory or the hub (`resolved`). The manifest gets the model's
-config, and digests of the trained weights, of each tensor that is not trained, of the tokenizer's
-files, and of the base of an adapter, but no path. Each peer keeps the small files (`keep`), and its
-node sends them and the base, in parts, to peers that name a digest (`fetch`). The trained weights
-come as the swarm's anchor; before the first outer step nothing certifies one, so it is compared
-with the manifest.
+The peer that starts a run has them, from a directory or the hub (`resolved`). The manifest gets the
+model's config, and digests of the trained weights, of each tensor that is not trained, of the
+tokenizer's files, and of the base of an adapter, but no path. Each peer keeps the small files
+(`keep`), and its node sends them and the base, in parts, to peers that name a digest (`fetch`). The
+trained weights come as the swarm's anchor; before the first outer step no digest of a version
+certifies one, so it is compared with the manifest.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ Ask = Callable[..., Coroutine[Any, Any, None]]
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with config and digests in place of names of directories;
-    `Config.names_files` is false then.
+    """Replace names of directories by config and digests; `Config.names_files` is false then.
 
     A tokenizer of the hub without a commit stays as it is: nobody can join such a run. Raises
     ConfigError, DataError and CheckpointError for files that no run can start from.
@@ -58,7 +57,7 @@ def resolved(config: Config) -> Config:
 
 
 def with_origin(config: Config, run_dir: Path | None = None) -> Config:
-    """The configuration of a peer that has only `run.dir/origin`; `run_dir` is where it is now."""
+    """Return the configuration of a peer that has only `run.dir/origin`, now in `run_dir`."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
     has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
     place = origin
@@ -72,14 +71,14 @@ def with_origin(config: Config, run_dir: Path | None = None) -> Config:
 
 
 def _base_of(config: Config) -> Path:
-    """Where this peer has the model that the adapter is on."""
+    """Return the directory with the base of the adapter on this peer."""
     if config.model.directory is None and config.model.revision is not None:
         return models.directory_of(config.model.model_copy(update={"weights": None}))
     return Path(config.model.directory or origin_of(config))
 
 
 def with_manifest(config: Config, manifest: Manifest) -> Config:
-    """The configuration of a host, which trains on nothing, with what a run starts from."""
+    """Add what a run starts from to the configuration of a host, which does not train."""
     names = ("tokenizer", "tokenizer_revision", "tokenizer_files")
     tokenizer = {name: getattr(manifest.data, name) for name in names}
     return _with(config, manifest.model.model_dump(), tokenizer)
@@ -129,7 +128,7 @@ def fetch(
     identity: Path | None = None,
     told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Config:
-    """Take the files of the run from its peers; returns the config with their places.
+    """Fetch the files of the run from its peers; return the config with their paths.
 
     The base of an adapter is among them if neither this peer nor the hub has it; `told` gets how
     many of its bytes are here, and of how many. Raises SwarmError, and ConfigError for no room.
@@ -159,8 +158,8 @@ def fetch(
 
 
 def base_bytes(config: Config, addresses: Sequence[str], gate: Gate, identity: Path) -> int:
-    """Bytes of the base that this peer has to fetch; 0 if it has one, or no peer tells. Nothing in
-    `run.dir` changes: the volunteer may say no."""
+    """Return the bytes of the base that this peer has to fetch; 0 if it has one, or no peer
+    answers. Nothing in `run.dir` changes: the volunteer may say no."""
     if config.model.base is None or config.model.directory is not None:
         return 0
     ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
@@ -181,7 +180,7 @@ def _base_of_hub(config: Config) -> Path | None:
 
 
 def _base_of_peers(config: Config, ask: Ask, told: Callable[[int, int], None]) -> Path:
-    """The directory with all parts; those that an earlier attempt left there are not fetched."""
+    """Fetch all parts; return their directory. Parts of an earlier attempt are kept."""
     index, place = _index(config, ask), origin_of(config) / "base"
     parts = base_files.missing(index, place)
     total = sum(nbytes for nbytes, _ in index.values())
@@ -206,7 +205,7 @@ def _index(config: Config, ask: Ask) -> base_files.Index:
 
 
 def check_start(config: Config, model: nn.Module) -> None:
-    """Raises SwarmError unless the trained parameters are those that the manifest names."""
+    """Raise SwarmError unless the trained parameters are those of the manifest."""
     if models.has_adapter(model):
         return  # the manifest names the base, which `keep` has compared and nobody sends
     if config.model.weights is not None and _trained_digest(model) != config.model.weights:
@@ -217,7 +216,7 @@ def check_start(config: Config, model: nn.Module) -> None:
 
 
 def _model(config: Config) -> Values:
-    """The settings of the model that the files hold."""
+    """Read the settings of the model from the files."""
     directory = models.directory_of(config.model)
     built = models.build(config.model, config.run.seed, narrow=True)
     frozen = models.frozen_of(built)
@@ -239,7 +238,7 @@ def _model(config: Config) -> Values:
 
 
 def _tokenizer(config: Config) -> Values:
-    """The settings of the tokenizer that the files hold."""
+    """Read the settings of the tokenizer from the files."""
     named, commit = config.data.tokenizer, config.data.tokenizer_revision
     if named in ("bytes", FILES) or config.data.tokenizer_files:
         return {}
@@ -278,7 +277,7 @@ def _with(config: Config, model: Values, tokenizer: Values) -> Config:
 
 
 def _trained_digest(model: nn.Module) -> str | None:
-    """Of what the run starts from: the base, where an adapter is trained on it."""
+    """Return the digest of the parameters at the start; of the base, under an adapter."""
     if models.has_adapter(model):
         return values_digest(models.base_parameters(model))
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,1 +1,1 @@
-"""What outsiders ask a swarm, without being members."""
+"""Requests of outsiders to a swarm, without being members."""

@@ -1,4 +1,4 @@
-"""Asks a swarm what it is before joining it, and tells it what its owner revokes. Each call
+"""Inspects a swarm before joining it, and brings it the revocations of its owner. Each call
 connects and closes."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FilesByDigest = Mapping[str, tuple[Sequence["FilePart"], int]]
 
 @dataclass(frozen=True)
 class SwarmInfo:
-    """What a swarm said about itself."""
+    """The answers of a swarm about itself."""
 
     manifest_text: str
     peers: list[ProbeResult]  # that answered; those at the given addresses come first
@@ -53,19 +53,19 @@ class SwarmInfo:
 
     @property
     def addresses(self) -> list[str]:
-        """The best address of every peer that answered."""
+        """List the best address of every peer that answered."""
         return [peer.reply.addresses[0] for peer in self.peers if peer.reply.addresses]
 
     @property
     def ahead_s(self) -> float | None:
-        """By how much this machine's clock is ahead of the swarm's: the median over the peers."""
+        """Seconds by which this clock is ahead of the swarm's: the median over the peers."""
         return statistics.median(peer.ahead_s for peer in self.peers) if self.peers else None
 
 
 async def _first_answer(
     peers: Iterable[str], question: Callable[[str], Awaitable[T]]
 ) -> tuple[T | None, list[str]]:
-    """The first answer of the peers, asked in turn, and why those before it gave none."""
+    """Ask the peers in turn; return the first answer, and the errors of those before it."""
     reasons = list[str]()
     for peer in peers:
         try:
@@ -81,7 +81,7 @@ def inspect_swarm(
     for_doctor: bool = False,
     gate: Gate | None = None,
 ) -> SwarmInfo:
-    """What the swarm at these addresses is; some peers are asked for lines of `diloco doctor`.
+    """Connect to the swarm at these addresses and describe it; some peers answer `diloco doctor`.
 
     The `gate` shows the invitation to a closed run, and trusts only peers of that run. Raises
     `SwarmError` when no peer of a run is there, or none admits this one, and `ConfigError` when an
@@ -123,7 +123,7 @@ def _no_manifest(addresses: Sequence[str], reasons: list[str]) -> str:
 
 
 async def _probe_all(visitor: Libp2p, peers: Sequence[str]) -> list[ProbeResult]:
-    """Probes of the peers that answer, in their order."""
+    """Probe all peers; return the answers, in their order."""
     probes = (asyncio.wait_for(probe(visitor, peer), PATIENCE_S) for peer in peers)
     answers = await asyncio.gather(*probes, return_exceptions=True)
     for answer in answers:
@@ -133,7 +133,7 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str]) -> list[ProbeResult]
 
 
 async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> dict[str, list[str]]:
-    """What peers answer to the questions of `diloco doctor`, by the name of its line."""
+    """Ask peers the questions of `diloco doctor`; return answers by the name of their line."""
     load_questions()
     told: dict[str, list[str]] = {}
     for name, ask in FOR_DOCTOR.items():
@@ -145,14 +145,14 @@ async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> di
 
 
 def parse_manifest(text: str) -> Manifest:
-    """A swarm's manifest; `ConfigError` if it is invalid, or asks for files of this machine."""
+    """Parse a swarm's manifest; `ConfigError` if it is invalid, or asks for local files."""
     manifest = Manifest.from_json(text)
     check_foreign(manifest)
     return manifest
 
 
 def check_clock(found: SwarmInfo) -> str | None:
-    """One line when this clock is off by more than a second; `SwarmError` when by too much."""
+    """Return a warning if this clock is off by more than a second; `SwarmError` if by too much."""
     ahead_s = found.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None
@@ -242,10 +242,10 @@ def try_to_listen(
     gate: Gate,
     identity_path: Path,
 ) -> tuple[list[str], bool, str]:
-    """Listen for a moment with these settings, and have a peer at `seeds` call back. Raises as
+    """Listen briefly with these settings, and have a peer at `seeds` call back. Raises as
     `Libp2p.connect`.
 
-    Returns the addresses, whether others can connect there, and what would help if not.
+    Returns the addresses, True if others can connect there, and the remedy if they cannot.
     """
     places = {"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce)}
     network = SwarmConfig().model_copy(update={**places, "reachable": "yes"})
@@ -261,10 +261,10 @@ def try_to_listen(
 async def revoke(
     initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked
 ) -> Revoked:
-    """Give a list to some peers of a swarm, which tell all others; returns it, with what their own
-    list had before.
+    """Give a list to some peers of a swarm, which tell all others; return it merged with their own
+    list.
 
-    The gate is that of an observer with the owner's key. `SwarmError` when nobody answers there, or
+    The gate is that of an observer with the owner's key. `SwarmError` if no peer answers there, or
     takes the list.
     """
     mine = gate.admission

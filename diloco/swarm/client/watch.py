@@ -1,5 +1,5 @@
-"""Sees a swarm without joining it: it listens nowhere, has no lasting identity, and leaves no trace
-in the DHT."""
+"""Watches a swarm without joining it: it listens nowhere, has no lasting identity, and leaves no
+trace in the DHT."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
 
 
 class SwarmWatcher:
-    """Asks one peer at a time what it knows of the swarm; an asynchronous context manager.
+    """Asks one peer at a time for its view of the swarm; an asynchronous context manager.
 
     It asks the peer that answered last for as long as that lives, so that histories have no breaks,
     then the others that this peer has named, and then those of the address.
@@ -60,7 +60,7 @@ class SwarmWatcher:
         self._connected_at = 0.0
 
     async def __aenter__(self) -> SwarmWatcher:
-        """Raises as `ask`."""
+        """Connect; raises as `ask`."""
         await self._connect()
         return self
 
@@ -74,7 +74,7 @@ class SwarmWatcher:
             await transport.close()
 
     async def ask(self) -> Snapshot:
-        """The swarm now; `SwarmError` if no peer of this version answers."""
+        """Return the swarm's state now; `SwarmError` if no peer of this version answers."""
         transport, now = self._transport or await self._connect(), asyncio.get_running_loop().time
         try:
             snapshot = await self._ask_all(transport)
@@ -89,7 +89,7 @@ class SwarmWatcher:
         return snapshot
 
     async def _ask_all(self, transport: Transport) -> Snapshot:
-        """The first answer of any known peer."""
+        """Return the first answer of any known peer."""
         reasons: dict[str, str] = {}
         for peer in dict.fromkeys((*self._known, *transport.seeds)):
             try:
@@ -118,7 +118,7 @@ class SwarmWatcher:
 
 
 def _places(snapshot: Snapshot) -> dict[str, list[str]]:
-    """Where peers are, that which answered first; each may name anything as an address."""
+    """Return valid addresses by peer, the answering peer first; peers may name anything as one."""
     rows = sorted(snapshot.peers, key=lambda row: row.peer_id != snapshot.run.answered_by)
     return {
         row.peer_id: [address for address in row.addresses if address_error(address) is None]

@@ -92,12 +92,12 @@ def _wrong_push(cls: type[OuterOptimizer]) -> str | None:
     has a transition."""
     if cls.transition is not OuterOptimizer.transition:
         return None
-    one = cls(OuterConfig(method="diloco", sync_every=1))
+    optimizer = cls(OuterConfig(method="diloco", sync_every=1))
     for last in (False, True):
 
         def pushed(*values: float, last: bool = last) -> tuple[float, float, float]:
             theta, momentum, window, delta = values
-            return one.push(theta, momentum, window, delta, 0.7, 0.9, 2, last)
+            return optimizer.push(theta, momentum, window, delta, 0.7, 0.9, 2, last)
 
         some, others = (1.0, 2.0, 3.0, -5.0), (-0.5, 4.0, -0.25, 0.5)
         sums = map(sum, zip(pushed(*some), pushed(*others), strict=True))

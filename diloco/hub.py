@@ -130,20 +130,20 @@ def _check_size(
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    place = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
-    free = shutil.disk_usage(place).free
+    folder = next(directory for directory in (cache, *cache.parents) if directory.is_dir())
+    free = shutil.disk_usage(folder).free
     size = sum(file.size or 0 for file in there if _one_of(file, files))
     if size > most_bytes:
-        what = f"{', '.join(files)} of {name} has {size} bytes, and no honest one has"
-        raise DataError(f"{key}: {what}; use another")
+        fault = f"{', '.join(files)} of {name} has {size} bytes, and no honest one has"
+        raise DataError(f"{key}: {fault}; use another")
     if size > free:
-        what = f"{name} has {size / 1e9:.1f} GB, and {place} has room for {free / 1e9:.1f} GB"
+        fault = f"{name} has {size / 1e9:.1f} GB, and {folder} has room for {free / 1e9:.1f} GB"
         remedy = "free some space, or set HF_HOME to a directory that has it"
-        raise DataError(f"{key}: {what}; {remedy}")
+        raise DataError(f"{key}: {fault}; {remedy}")
     if WEIGHTS in files and not any(_one_of(file, [WEIGHTS]) for file in there):
         others = (file.rfilename for file in there if file.rfilename.endswith(OTHER_WEIGHTS))
-        what = f"{name} has no *.safetensors, but {next(others, 'no weights')}"
-        raise DataError(f"{key}: {what}; other formats are not read, convert them")
+        fault = f"{name} has no *.safetensors, but {next(others, 'no weights')}"
+        raise DataError(f"{key}: {fault}; other formats are not read, convert them")
 
 
 def _offline() -> bool:

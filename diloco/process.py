@@ -69,8 +69,8 @@ def outlast_terminal() -> None:
 def _plainly(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = unicodedata.normalize("NFKD", error.object[error.start : error.end])
-    shown = [one for one in lacking if not unicodedata.combining(one)]
-    return "".join(_ASCII.get(one, one if one.isascii() else "?") for one in shown), error.end
+    shown = [char for char in lacking if not unicodedata.combining(char)]
+    return "".join(_ASCII.get(char, char if char.isascii() else "?") for char in shown), error.end
 
 
 def guard(function: Callable[[], int | None]) -> int:
@@ -97,15 +97,15 @@ def guard(function: Callable[[], int | None]) -> int:
         if error.errno not in _DIRECTORY_ERRNOS:
             sys.stderr.write(masked(traceback.format_exc()))
             return DilocoError.exit_code
-        place = f"{error.filename}: " if error.filename else ""
-        _complain(f"{place}{error.strerror}; free or choose another place with run.dir=DIRECTORY")
+        path = f"{error.filename}: " if error.filename else ""
+        _complain(f"{path}{error.strerror}; free or choose another place with run.dir=DIRECTORY")
         return ConfigError.exit_code
     except Exception as error:
         sys.stderr.write(masked(traceback.format_exc()))
-        if not (found := _DEVICE_FAILED.match(str(error))):
+        if not (fault := _DEVICE_FAILED.match(str(error))):
             return DilocoError.exit_code
         _complain(
-            f"{found[0].rstrip('.')}; start this peer again, it goes on from its checkpoint. Where"
+            f"{fault[0].rstrip('.')}; start this peer again, it goes on from its checkpoint. Where"
             " several processes share a device, give each its own"
         )
         return DeviceError.exit_code

@@ -46,9 +46,9 @@ def difference(ranges: Ranges, without: Ranges) -> Ranges:
     return tuple(left)
 
 
-def overlaps(one: Ranges, other: Ranges) -> bool:
+def overlaps(first_set: Ranges, second_set: Ranges) -> bool:
     """Return True if any number is in both."""
-    return bool(one and other) and difference(one, other) != one
+    return bool(first_set and second_set) and difference(first_set, second_set) != first_set
 
 
 def count(ranges: Ranges) -> int:

@@ -44,15 +44,15 @@ def decoded(raw: bytes) -> str:
 
 def masked(text: str) -> str:
     """Hide what may be a part of an invitation or a key."""
-    text = _TOKEN.sub(lambda found: f"{found[1] or ''}(hidden)", text)
-    return _WORD.sub(lambda found: "(hidden)" if _is_random(found[0]) else found[0], text)
+    text = _TOKEN.sub(lambda match: f"{match[1] or ''}(hidden)", text)
+    return _WORD.sub(lambda match: "(hidden)" if _is_random(match[0]) else match[0], text)
 
 
 def _is_random(word: str) -> bool:
     """Return True if capitals, small letters and digits change as in base64, not as in names."""
     if re.fullmatch(r"12D3Koo\w{,45}|Qm\w{,44}", word):  # a peer id
         return False
-    kinds = [one.isupper() - one.islower() for one in word if one.isalnum()]
+    kinds = [character.isupper() - character.islower() for character in word if character.isalnum()]
     pairs = list(pairwise(kinds)) or [(0, 0)]
     changes, small = sum(a != b for a, b in pairs) / len(pairs), pairs.count((-1, -1)) / len(pairs)
     least = 0.2 if max(map(len, re.split("[-_]", word))) > 35 else 0.36  # names have hyphens
@@ -82,9 +82,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Format 1, "peer" as "1 peer"; 2 as "2 peers"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def human_bytes(count: float | None) -> str:
@@ -113,15 +113,15 @@ def rate_bytes(text: str) -> float:
 
     Raises `ValueError` with what to write, also for a number without a unit.
     """
-    found = _RATE.fullmatch(text)
-    if found is None or not (number := Decimal(found[1])):
+    match = _RATE.fullmatch(text)
+    if match is None or not (number := Decimal(match[1])):
         raise ValueError("is no rate above 0; write it like 50Mbit, 1.5Gbit/s or 6MB")
-    if found[3] is None:
+    if match[3] is None:
         short, bits = "".join(_exact(number)), rate_text(float(number))
         readings = f"{short}B (which is {bits}) or {short}bit"
         raise ValueError(f"could be bits or bytes per second; write {readings}")
-    number = number.scaleb(3 * (_UNITS.find(found[2] or "-") + 1))
-    return float(number if found[3] == "B" else number / 8)
+    number = number.scaleb(3 * (_UNITS.find(match[2] or "-") + 1))
+    return float(number if match[3] == "B" else number / 8)
 
 
 def rate_text(bytes_per_s: float) -> str:

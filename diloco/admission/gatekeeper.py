@@ -113,9 +113,9 @@ class Admission:
         if reason is None and (credential is not None or self.role_of(peer, now) is None):
             self._admitted[peer] = credential
             for role, most in (("observer", MAX_OBSERVERS), ("contributor", MAX_CONTRIBUTORS)):
-                crowd = [one for one, shown in self._admitted.items() if _role(shown) == role]
-                for one in crowd[:-most]:
-                    del self._admitted[one]
+                crowd = [member for member, shown in self._admitted.items() if _role(shown) == role]
+                for member in crowd[:-most]:
+                    del self._admitted[member]
         return reason
 
     def invited(self, peer: str) -> bool:
@@ -128,15 +128,15 @@ class Admission:
             return None
         return _role(self._admitted[peer])
 
-    def objection(self, peer: str, what: str, roles: Collection[Role], now: float) -> str | None:
-        """Return why this peer may not do `what`, allowed to peers in `roles`; None if it may."""
+    def objection(self, peer: str, action: str, roles: Collection[Role], now: float) -> str | None:
+        """Return why this peer may not do `action`, allowed to peers in `roles`; None if it may."""
         role = self.role_of(peer, now)
         if role is None:
             return self.unknown
         if role in roles:
             return None
         other = "ask the owner of the run for another one"
-        return f"an invitation for role {role} does not allow {what}; {other}"
+        return f"an invitation for role {role} does not allow {action}; {other}"
 
     def expel(self, now: float) -> dict[str, str]:
         """Remove peers whose credential has expired or was revoked; return the reasons by peer."""
@@ -184,14 +184,14 @@ class Admission:
         if role != "observer" and grant.token_id not in users:
             users[grant.token_id] = peer
             self.memory.keep()
-            for other, shown in list(self._admitted.items()):
-                if shown is not None and shown.grant.token_id == grant.token_id and other != peer:
-                    del self._admitted[other]
+            for member, shown in list(self._admitted.items()):
+                if shown is not None and shown.grant.token_id == grant.token_id and member != peer:
+                    del self._admitted[member]
         return None
 
     def _lapsed(self, peer: str, shown: Credential | Token | None, now: float) -> str | None:
         if shown is not None and (ago := now - shown.grant.expires_at) > TOLERANCE_S:
-            unit, length = next(one for one in UNITS if ago >= 2 * one[1])
+            unit, length = next(unit for unit in UNITS if ago >= 2 * unit[1])
             new = "ask the owner of the run for a new one"
             return f"the invitation expired {ago / length:.0f} {unit} ago; {new}"
         token_id = "" if shown is None else shown.grant.token_id

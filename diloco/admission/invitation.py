@@ -25,7 +25,7 @@ from diloco.errors import ConfigError, PayloadError
 from diloco.protocol import MAX_CHARACTERS, Role
 from diloco.text import decoded
 
-# that are given, most powerful first; the wire has the index
+# roles of invitations, most powerful first; the wire has the index
 ROLES: tuple[Role, ...] = ("worker", "host", "observer")
 
 VERSION = 1
@@ -95,8 +95,7 @@ class Credential:
     proof: bytes
 
     def proves(self, peer: str) -> bool:
-        """Return True if both signatures are valid, that of the invitation key for this peer's
-        id."""
+        """Return True if the owner signed the grant, and the invitation key this peer's id."""
         proven = verify(self.grant.invitation_key, _proof_of(self.role, peer), self.proof)
         lower = ROLES.index(self.role) >= ROLES.index(self.grant.role)
         return proven and self.grant.signed and lower
@@ -158,11 +157,11 @@ class Token:
         except OSError as error:
             wrong = f"swarm.token={setting} cannot be read: {error.strerror}"
             raise ConfigError(f"{wrong}; name another file") from None
-        found = set(_IN_FILE.findall(text)) or {text.strip()}
-        if len(found) > 1:
-            wrong = f"swarm.token={setting} holds {len(found)} tokens"
+        tokens = set(_IN_FILE.findall(text)) or {text.strip()}
+        if len(tokens) > 1:
+            wrong = f"swarm.token={setting} holds {len(tokens)} tokens"
             raise ConfigError(f"{wrong}; leave one of them there")
-        return cls.from_text(found.pop(), f"swarm.token={setting}: ")
+        return cls.from_text(tokens.pop(), f"swarm.token={setting}: ")
 
 
 def issue(key: RunKey, run_id: str, role: Role, expires_at: int, peer: str = "") -> Token:

@@ -42,9 +42,9 @@ class RunKey:
         """The public half: 32 bytes."""
         return self._private.public_key().public_bytes_raw()
 
-    def sign(self, what: bytes) -> bytes:
+    def sign(self, content: bytes) -> bytes:
         """Return the signature, 64 bytes; equal content has equal signatures."""
-        return self._private.sign(what)
+        return self._private.sign(content)
 
     def seal(self, run_id: str, manifest_hash: str) -> str:
         """Return the signature (hex) by which peers know that a manifest is the owner's."""
@@ -79,14 +79,14 @@ class RunKey:
         return cls(private)
 
 
-def write_private(path: Path, content: bytes, what: str) -> None:
-    """Write a new file that only its owner can read; a ConfigError begins with `what`."""
+def write_private(path: Path, content: bytes, title: str) -> None:
+    """Write a new file that only its owner can read; a ConfigError begins with `title`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
     except OSError as error:
-        raise ConfigError(f"{what} cannot be written: {error.strerror}; name a new file") from None
+        raise ConfigError(f"{title} cannot be written: {error.strerror}; name a new file") from None
 
 
 def new_key() -> Ed25519PrivateKey:
@@ -120,17 +120,17 @@ def is_sealed(run_key: bytes, run_id: str, manifest_hash: str, seal: str) -> boo
     return _signed(run_key, _content("manifest", run_id, manifest_hash), seal)
 
 
-def _signed(public: bytes, what: bytes, digits: str) -> bool:
+def _signed(public: bytes, content: bytes, digits: str) -> bool:
     try:
-        return verify(public, what, bytes.fromhex(digits))
+        return verify(public, content, bytes.fromhex(digits))
     except ValueError:
         return False
 
 
-def verify(public: bytes, what: bytes, signature: bytes) -> bool:
-    """Return True if `signature` is valid for `what`. All three may be arbitrary bytes."""
+def verify(public: bytes, content: bytes, signature: bytes) -> bool:
+    """Return True if `signature` is valid for `content`. All three may be arbitrary bytes."""
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, what)
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -190,12 +190,12 @@ class Revoked:
     def remember(self, key_path: Path, run_id: str) -> None:
         """Write the list beside the key, for the next list, should no peer of the run be left."""
         lists = {**_remembered(key_path), run_id: (self.number, self.token_ids, self.peer_ids)}
-        place = _place(key_path)
+        path = _place(key_path)
         try:
-            replace_file(place, (json.dumps(lists, indent=2) + "\n").encode())
+            replace_file(path, (json.dumps(lists, indent=2) + "\n").encode())
         except OSError as error:
             remedy = "it keeps the revocations, make its directory writable"
-            raise ConfigError(f"{place} cannot be written: {error.strerror}; {remedy}") from None
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; {remedy}") from None
 
     def signed_by(self, run_key: bytes, run_id: str) -> bool:
         """Return True if the owner of this run signed the list."""
@@ -212,20 +212,20 @@ def _place(key_path: Path) -> Path:
 
 
 def _remembered(key_path: Path) -> dict[str, tuple[int, list[str], list[str]]]:
-    place = _place(key_path)
+    path = _place(key_path)
     try:
-        lists = json.loads(place.read_text("utf-8")) if place.exists() else {}
+        lists = json.loads(path.read_text("utf-8")) if path.exists() else {}
         return {
             run: (int(number), list(tokens), list(peers))
             for run, (number, tokens, peers) in lists.items()
         }
     except (OSError, ValueError, TypeError, AttributeError):
         raise ConfigError(
-            f"{place} is not what diloco revoke wrote; restore it from a copy, as without it those"
+            f"{path} is not what diloco revoke wrote; restore it from a copy, as without it those"
             " whom you revoked come in again"
         ) from None
 
 
-def _content(label: str, *what: object) -> bytes:
+def _content(label: str, *values: object) -> bytes:
     """Return the bytes to sign; the label keeps a signature of one kind from use as another."""
-    return f"diloco {label}\0{json.dumps(what, separators=(',', ':'))}".encode()
+    return f"diloco {label}\0{json.dumps(values, separators=(',', ':'))}".encode()

@@ -179,7 +179,7 @@ def guest_arguments(
     from diloco.config.compose import quoted
     from diloco.config.explain import setting_fields
 
-    found = Address.read(address)
+    swarm = Address.read(address)
     groups = ("budget", "model", "data", "inner", "outer", "experiment")
     owned = tuple(f"{key}." for key, _ in setting_fields(Manifest))
     for key in sorted(options.keys.difference(allowed)):
@@ -187,4 +187,4 @@ def guest_arguments(
             remedy = "drop it, or start your own swarm"
             raise ConfigError(f"{key} belongs to the run and comes from the swarm; {remedy}")
     given = ["data=text"] if "data.path" in options.keys else []  # the swarm says of which kind
-    return found, given if found.token is None else [*given, f"swarm.token={quoted(found.token)}"]
+    return swarm, given if swarm.token is None else [*given, f"swarm.token={quoted(swarm.token)}"]

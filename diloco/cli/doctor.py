@@ -51,14 +51,16 @@ def doctor(address: str | None, options: Options, as_json: bool) -> int:
     brings the run's own settings.
     """
     address, options = split_address(address, options)
-    found, given = None, list[str]()
+    swarm, given = None, list[str]()
     if address is not None and not options.cfg:
-        # run.id may be typed: with a key it is in the invitation
-        found, given = guest_arguments(address, options, ["run.id"])
-    return run(options.compose(given), found, as_json, options.keys)
+        # run.id may be typed: in a closed run the invitation has it, too
+        swarm, given = guest_arguments(address, options, ["run.id"])
+    return run_checks(options.compose(given), swarm, as_json, options.keys)
 
 
-def run(config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()) -> int:
+def run_checks(
+    config: Config, address: Address | None, as_json: bool, typed: Collection[str] = ()
+) -> int:
     """Check this machine and a swarm; return 0, 2 for failures here, or 3 for failures there."""
     from rich.console import Console
     from rich.text import Text
@@ -124,7 +126,7 @@ class Doctor:
         if self._found is not None:
             yield self._check("manifest", self._manifest, self._found)
             yield self._check("clock", self._clock, self._found)
-            for name, texts in self._found.told.items():
+            for name, texts in self._found.lines.items():
                 yield Check(name, "ok", ", ".join(texts))
         yield self._check("memory", self._memory)
         yield self._check("disk", self._disk)
@@ -161,27 +163,27 @@ class Doctor:
         from diloco.swarm.client.ask import inspect_swarm
 
         identity = self.directory.identity
-        found = self._found = inspect_swarm(
+        info = self._found = inspect_swarm(
             self.addresses, identity, for_doctor=True, gate=self._gate()
         )
-        self.figures |= {"peers": len(found.peers), "peer_id": self.directory.peer_id}
+        self.figures |= {"peers": len(info.peers), "peer_id": self.directory.peer_id}
         away = ""
-        if found.peers:
-            trips_s = statistics.median(peer.round_trip_s for peer in found.peers)
+        if info.peers:
+            trips_s = statistics.median(peer.round_trip_s for peer in info.peers)
             latency_s = self.figures["latency_s"] = trips_s / 2
             away = f", {latency_s * 1e3:.3g} ms away"
-        names = ", ".join(peer.reply.name for peer in found.peers) or "none gives a name"
-        silent = "".join(f"; {address}: {why}" for address, why in found.silent.items())
-        text = f"answered by {len(found.peers)}{away}: {names}{silent}"
+        names = ", ".join(peer.reply.name for peer in info.peers) or "none gives a name"
+        silent = "".join(f"; {address}: {why}" for address, why in info.silent.items())
+        text = f"answered by {len(info.peers)}{away}: {names}{silent}"
         return "warning" if silent else "ok", text
 
-    def _manifest(self, found: SwarmInfo) -> tuple[str, ...]:
+    def _manifest(self, info: SwarmInfo) -> tuple[str, ...]:
         from diloco.cli.volunteer import volunteer_config
         from diloco.swarm.client.ask import parse_manifest
 
-        manifest = parse_manifest(found.manifest_text)
-        what = f"{manifest.model.name} on {manifest.data.source}"
-        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {what}"
+        manifest = parse_manifest(info.manifest_text)
+        task = f"{manifest.model.name} on {manifest.data.source}"
+        text = f"{manifest.run.id} ({manifest.hash()[:12]}), {task}"
         peers = self._peers()
         try:
             self.config = volunteer_config(self.config, manifest, self.typed, self.directory, peers)
@@ -189,13 +191,13 @@ class Doctor:
             return "failed", text, str(error)
         return "ok", text
 
-    def _clock(self, found: SwarmInfo) -> tuple[str, ...]:
+    def _clock(self, info: SwarmInfo) -> tuple[str, ...]:
         from diloco.swarm.client.ask import check_clock
 
-        ahead_s = self.figures["clock_ahead_s"] = found.ahead_s or 0.0
-        each = ", ".join(f"{one.ahead_s:+.3f}" for one in found.peers)
+        ahead_s = self.figures["clock_ahead_s"] = info.ahead_s or 0.0
+        each = ", ".join(f"{peer.ahead_s:+.3f}" for peer in info.peers)
         text = f"{ahead_s:+.3f} s against the swarm (by peer {each})"
-        return ("ok", text) if check_clock(found) is None else ("warning", text, "let NTP set it")
+        return ("ok", text) if check_clock(info) is None else ("warning", text, "let NTP set it")
 
     def _memory(self) -> tuple[str, ...]:
         from diloco.cli.volunteer import fit_to_machine
@@ -222,11 +224,11 @@ class Doctor:
         from diloco.train.machine import parameters_of
 
         run_dir = self.config.run.dir.absolute()
-        place = next(one for one in (run_dir, *run_dir.parents) if one.exists())
-        free, copies = shutil.disk_usage(place).free, self.config.checkpoint.keep + 1
+        existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+        free, copies = shutil.disk_usage(existing).free, self.config.checkpoint.keep + 1
         needed = copies * CHECKPOINT_BYTES * parameters_of(self.config.model) + 1e8
         need = f"{needed / GIB:.2f} GiB needed for checkpoints and the model"
-        text = f"{free / GIB:.1f} GiB free in {place}, {need}"
+        text = f"{free / GIB:.1f} GiB free in {existing}, {need}"
         if free < needed:
             return "failed", text, "free some space, or choose another place with run.dir=DIRECTORY"
         return "ok", text

@@ -58,7 +58,7 @@ def join(address: str | None, yes: bool, options: Options) -> int:
         options.compose()
     if address is None or split_address(address, options)[0] is None:
         raise ConfigError("join needs the ADDRESS of a peer, as it prints it")
-    found, given = guest_arguments(address, options)
+    swarm, given = guest_arguments(address, options)
     config = options.compose(given)
     from rich.console import Console
 
@@ -74,17 +74,17 @@ def join(address: str | None, yes: bool, options: Options) -> int:
             stub_hivemind_packages(["hivemind"])
             if rank == 0:
                 stack.enter_context(view)
-                config = _prepare(config, found, options.keys, yes, ranks, view, stack)
+                config = _prepare(config, swarm, options.keys, yes, ranks, view, stack)
             if ranks > 1:
                 config = _from_rank_0(config, rank)
             from diloco.train.run import run
 
             if rank > 0:
                 return run(config, lambda message: None).exit
-            what = f"{config.model.name} on {config.data.source}"
-            view.title = f"{config.run.id}: {what}, as peer {config.run.name}"
+            task = f"{config.model.name} on {config.data.source}"
+            view.title = f"{config.run.id}: {task}, as peer {config.run.name}"
             summary = run(config, _shown(view))
-    except KeyboardInterrupt:  # from here on the training loop listens for it
+    except KeyboardInterrupt:  # the training loop handles later ones
         console.print("stopped before this peer took part", highlight=False)
         return 0
     done = f"{summary.result()}, {human_count(summary.peers[0].tokens)} tokens from this peer"
@@ -101,7 +101,7 @@ def _shown(view: LiveView) -> Listener:
     def listen(message: Report) -> None:
         nonlocal arrived, discarded
         if isinstance(message, Ready) and not message.advice:
-            return  # a guest need not invite others
+            return  # a volunteer need not invite others
         if isinstance(message, Stage):
             is_state = message.stage == "state"
             done = f"{human_bytes(message.received)} {'received' if is_state else 'tokenised'}"
@@ -134,21 +134,21 @@ def _prepare(
     from diloco.swarm.client.ask import check_clock, parse_manifest
     from diloco.swarm.wire.gate import observer_gate
     from diloco.train.machine import inspect_machine
-    from diloco.train.start_files import base_bytes, fetch
+    from diloco.train.start_files import base_bytes, fetch_start_files
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
     imports.start()
-    found = _find(config, address, directory.identity, view)
-    manifest, warning = parse_manifest(found.manifest_text), check_clock(found)
+    info = _find(config, address, directory.identity, view)
+    manifest, warning = parse_manifest(info.manifest_text), check_clock(info)
     on = f"{manifest.model.name} on {manifest.data.source}, {manifest.outer.method}"
     view.stage("manifest", f"{manifest.run.id}: {on}")
-    peers = found.addresses or list(address.peers)
+    peers = info.addresses or list(address.peers)
     config = volunteer.volunteer_config(config, manifest, typed, directory, peers)
     view.stage("machine", "loading libraries")
     imports.join()  # transformers cannot be imported by two threads at a time
     machine = inspect_machine(config.train.device, config.train.threads)
-    need, micro_batch = volunteer.fit_to_machine(config, machine, len(found.peers) + 1, ranks)
+    need, micro_batch = volunteer.fit_to_machine(config, machine, len(info.peers) + 1, ranks)
     name = machine.name if ranks == 1 else f"{ranks} x {machine.name}"
     if ranks == 1:
         config = volunteer.with_settings(config, {"train.threads": machine.threads})
@@ -162,14 +162,16 @@ def _prepare(
         click.echo(f"diloco: warning: {warning}", err=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-    base = base_bytes(config, config.swarm.initial_peers, gate, directory.identity)
+    donors = config.swarm.initial_peers
+    base = base_bytes(config, donors, gate, directory.identity)
     with view.paused():
         _ask(config, _terms(config, need.parameters, used_bytes, name, base), yes)
     volunteer.move_aside(config)
-    return fetch(
-        *(config, config.swarm.initial_peers, gate, directory.identity),
-        lambda done, total: view.stage("base", f"{human_bytes(done)} of {human_bytes(total)}"),
-    )
+
+    def show(done: int, total: int) -> None:
+        view.stage("base", f"{human_bytes(done)} of {human_bytes(total)}")
+
+    return fetch_start_files(config, donors, gate, directory.identity, show)
 
 
 def _from_rank_0(config: Config, rank: int) -> Config:
@@ -213,19 +215,19 @@ def _terms(
     own = ", ".join([*(config.data.path or ()), *chain(*config.data.paths.values())])
     needed = {}
     for source in sources_of(manifest):
-        text = f"a {source.what} of whoever started the run"
+        text = f"a {source.kind} of whoever started the run"
         if source.name is not None and source.revision is not None:
             owner = source.name.partition("/")[0]
             text = f"{source.name} at {source.revision[:12]}, published by {owner}"
-        needed[source.what] = text
+        needed[source.kind] = text
     owner = "anybody may have started it, and anybody may join"
     if manifest.run.key:
         owner = f"its owner has key {manifest.run.key[:16]}"
     model = needed.get("model", f"{manifest.model.name}, random weights")
     model += f", {human_count(parameters)} parameters"
     if base:
-        place = "the run's peers" if manifest.model.path is None else "the hub or the run's peers"
-        model += f", with a base of {human_bytes(base)} from {place}"
+        donors = "the run's peers" if manifest.model.path is None else "the hub or the run's peers"
+        model += f", with a base of {human_bytes(base)} from {donors}"
     elif manifest.model.weights is not None and manifest.model.adapter == "none":
         model += ", whose weights come from the run's peers"
     tokenizer = needed.get("tokenizer", "bytes")
@@ -253,7 +255,7 @@ def _find(config: Config, address: Address, identity: Path, view: LiveView) -> S
     peers = address.peers
     view.stage("connect", f"calling {f'{len(peers)} peers' if len(peers) > 1 else peers[0]}")
     try:
-        found = inspect_swarm(peers, identity, gate=gate)
+        info = inspect_swarm(peers, identity, gate=gate)
     except SwarmError as error:
         others = known_addresses(peers, identity)
         if "cannot be reached" not in str(error) or not others:
@@ -261,12 +263,12 @@ def _find(config: Config, address: Address, identity: Path, view: LiveView) -> S
         more = f"{len(others)} more that were in this run before"
         view.stage("connect", f"nobody answers there; calling {more}")
         try:
-            found = inspect_swarm(others, identity, gate=gate)
+            info = inspect_swarm(others, identity, gate=gate)
         except SwarmError:
             raise SwarmError(f"{error}; {more} do not answer either") from None
-    silent = "".join(f"; {one}: {why}" for one, why in found.silent.items())
-    view.stage("connect", f"{counted(len(found.peers), 'peer')} reached{silent}")
-    return found
+    silent = "".join(f"; {address}: {why}" for address, why in info.silent.items())
+    view.stage("connect", f"{counted(len(info.peers), 'peer')} reached{silent}")
+    return info
 
 
 def _import_the_rest() -> None:

@@ -119,22 +119,23 @@ def revoke(key: Path, run: str, what: tuple[str, ...]) -> int:
     owner = RunKey.read(key, "--key")
     if len(what) > 1 and what[0].startswith(("/", "@", "diloco:", "-")):
         peers, what = Address.read(what[0]).peers, what[1:]
-    token_ids = {one: _token_id(one) for one in what}
+    token_ids = {text: _token_id(text) for text in what}
     revoked = Revoked.remembered(owner, key, run).extended(
         owner,
         run,
-        {found for found in token_ids.values() if found is not None},
-        {one for one, found in token_ids.items() if found is None},
+        {token_id for token_id in token_ids.values() if token_id is not None},
+        {text for text, token_id in token_ids.items() if token_id is None},
     )
-    revoked.remember(key, run)  # before anybody is called
+    revoked.remember(key, run)  # before any peer is called
     if peers:
         import asyncio
 
-        from diloco.swarm.client.ask import revoke as spread
+        from diloco.swarm.client.ask import spread_revocations
         from diloco.swarm.wire.gate import observer_gate
 
         try:
-            revoked = asyncio.run(spread(peers, observer_gate(run, None, str(key)), owner, revoked))
+            gate = observer_gate(run, None, str(key))
+            revoked = asyncio.run(spread_revocations(peers, gate, owner, revoked))
         except SwarmError as error:
             kept = f"list {revoked.number} is kept beside {key}, and peers that start with it"
             raise SwarmError(f"{error}; {kept} have it") from None
@@ -156,17 +157,17 @@ def seconds_of(duration: str) -> int:
     return seconds
 
 
-def _token_id(what: str) -> str | None:
+def _token_id(text: str) -> str | None:
     """Return the id of a token that is given as id, as token or as link; None for a peer id."""
     from diloco.admission import Token
     from diloco.config.explain import show
 
-    if re.fullmatch(r"[0-9a-f]{16}", what):
-        return what
-    if re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", what):
+    if re.fullmatch(r"[0-9a-f]{16}", text):
+        return text
+    if re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", text):
         return None
     try:
-        return Token.read(what.rpartition("?token=")[2]).grant.token_id
+        return Token.read(text.rpartition("?token=")[2]).grant.token_id
     except ConfigError:
         token_id = "a token id (16 hexadecimal digits, as diloco invite prints it)"
-        raise ConfigError(f"{show(what)} is neither {token_id} nor a peer id") from None
+        raise ConfigError(f"{show(text)} is neither {token_id} nor a peer id") from None

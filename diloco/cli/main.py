@@ -66,8 +66,8 @@ class _Sections(click.Group):
         width = max(map(len, self.commands))
         for title, commands in SECTIONS.items():
             rows = [
-                (f"{one.name:{width}}", one.get_short_help_str(formatter.width - 6 - width))
-                for one in commands
+                (f"{command.name:{width}}", command.get_short_help_str(formatter.width - 6 - width))
+                for command in commands
             ]
             with formatter.section(title):
                 formatter.write_dl(rows)

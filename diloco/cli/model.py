@@ -46,8 +46,8 @@ def evaluate(model: Path, options: Options) -> int:
     from diloco.train.gradients import autocast
 
     device = RankGroup.from_environment(config.train.device).device
-    with _model_of(model) as place:
-        loaded = models.load(place, key="MODEL_DIR").to(device)
+    with _model_of(model) as path:
+        loaded = models.load(path, key="MODEL_DIR").to(device)
     dataset = data.load(config.data, config.run.seed)
     tokenizer, holdout = dataset.tokenizer, dataset.holdout(config.eval.sequences)
     models.check_fit(loaded.config, tokenizer, key="MODEL_DIR")
@@ -82,8 +82,8 @@ def generate(
     from diloco import model as models
     from diloco.train import evaluate as evaluation
 
-    with _model_of(model) as place:
-        loaded, tokenizer = models.load(place, key="MODEL_DIR"), data.load_tokenizer(str(place))
+    with _model_of(model) as path:
+        loaded, tokenizer = models.load(path, key="MODEL_DIR"), data.load_tokenizer(str(path))
     asked = tokenizer.question(prompt) if chat else prompt
     text = evaluation.generate(
         loaded, tokenizer, asked, max_new_tokens=tokens, temperature=temperature, seed=seed
@@ -93,31 +93,31 @@ def generate(
 
 
 @contextmanager
-def _model_of(place: Path) -> Iterator[Path]:
+def _model_of(path: Path) -> Iterator[Path]:
     """Yield the model directory: of a run its final model, or else its newest checkpoint's."""
     from tempfile import TemporaryDirectory
 
     from diloco.config import compose
     from diloco.train.start_files import with_origin
 
-    if (place / "model" / "config.json").is_file():
-        yield place / "model"
-    elif (place / "config.yaml").is_file() and (checkpoint := _newest(place)) is not None:
-        config = with_origin(compose([], base=place / "config.yaml"), place)
+    if (path / "model" / "config.json").is_file():
+        yield path / "model"
+    elif (path / "config.yaml").is_file() and (checkpoint := _newest(path)) is not None:
+        config = with_origin(compose([], base=path / "config.yaml"), path)
         with TemporaryDirectory() as scratch:
             _write(config, checkpoint, Path(scratch), merge=True)
             yield Path(scratch)
     else:
-        yield place
+        yield path
 
 
 def _newest(run_dir: Path) -> Checkpoint | None:
     """Load the newest checkpoint of all peers in a run directory."""
     from diloco.rundir.checkpoint import CheckpointStore
 
-    places = [place for place in sorted((run_dir / "checkpoints").glob("*")) if place.is_dir()]
-    found = [CheckpointStore(place, keep=1).load_latest() for place in places]
-    return max(filter(None, found), key=lambda one: one.step, default=None)
+    paths = [path for path in sorted((run_dir / "checkpoints").glob("*")) if path.is_dir()]
+    checkpoints = [CheckpointStore(path, keep=1).load_latest() for path in paths]
+    return max(filter(None, checkpoints), key=lambda checkpoint: checkpoint.step, default=None)
 
 
 @click.command(cls=Command)
@@ -150,7 +150,7 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
         hub.check_push("--push-to-hub", name)
-    places = [place for place in (source, *source.parents) if (place / "config.yaml").is_file()]
+    places = [path for path in (source, *source.parents) if (path / "config.yaml").is_file()]
     if not places:
         missing = f"{source} is no run directory: there is no config.yaml in it"
         raise CheckpointError(f"{missing}; name the run.dir of a run")
@@ -160,17 +160,17 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
     if checkpoint is None and not (run_dir / "model").is_dir():
         remedy = "let the run reach its first outer step"
         raise CheckpointError(f"{run_dir} holds no checkpoint yet; {remedy}")
-    what = f"final model of run {config.run.id}"
+    title = f"final model of run {config.run.id}"
     with models.replacing(out) as fresh:
         if checkpoint is not None:
-            what = f"outer step {checkpoint.step} of run {config.run.id}"
+            title = f"outer step {checkpoint.step} of run {config.run.id}"
             _write(with_origin(config, run_dir), checkpoint, fresh, merge)
         else:
             shutil.copytree(run_dir / "model", fresh, dirs_exist_ok=True)
         write_atomic(fresh / "README.md", _model_card(config, run_dir, checkpoint))
-    click.echo(f"{out}: {what}")
+    click.echo(f"{out}: {title}")
     if name is not None:
-        click.echo(hub.push("--push-to-hub", name, out, private, what))
+        click.echo(hub.push("--push-to-hub", name, out, private, title))
     return 0
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 # One-way trips of an exchange of two in the simulator: offer, payload, tip, record, answers.
 TRIPS = 11
-PARTS, LEAST_PART = 64, 2**14  # of an update, and bytes
-FRAGMENTS = {1, 2, 4, 8, 16, 24, 32}  # which are compared
+PARTS, LEAST_PART = 64, 2**14  # parts of an update, and the least bytes of one
+FRAGMENTS = {1, 2, 4, 8, 16, 24, 32}  # numbers that are compared
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 
@@ -140,9 +140,9 @@ def _sizes(
 def _memory(report: dict[str, Any]) -> list[str]:
     """Return the lines of the table of a peer's memory, with sums."""
 
-    def line(where: str, what: str, nbytes: float, each: float | None = None) -> str:
+    def line(where: str, purpose: str, nbytes: float, each: float | None = None) -> str:
         per = "" if each is None else f"{each:.3g}"
-        return f"  {where:<12}{what:<45}{per:>5}{nbytes / GIB:>12.3f}"
+        return f"  {where:<12}{purpose:<45}{per:>5}{nbytes / GIB:>12.3f}"
 
     lines = [f"memory of a peer{'':29}bytes per parameter{'':9}GiB"]
     for where, name in (("device", "device"), ("main", "main memory"), ("spare", "if free")):
@@ -287,7 +287,7 @@ def needed_sync_every(
     """Return the smallest H for a utilization of `target` that overlap and fragments allow."""
     wait_s = predict(exchange, link, step_s).wait_s / exchange.per_cycle
     steps = target / (1 - target) * wait_s / step_s
-    # a whole number is rounded, too
+    # a rounding error over a whole number does not add a step
     interval = max(exchange.overlap + 1, math.ceil(steps - 1e-9 - 1e-12 * steps))
     return interval * exchange.per_cycle
 
@@ -297,7 +297,7 @@ def arithmetic(
 ) -> list[tuple[str, str]]:
     """List the prediction as pairs of a name and a value, the larger ones with their formula."""
     now = predict(exchange, link, step_s)
-    compute, wait, one = (_seconds(each) for each in (now.compute_s, now.wait_s, now.exchange_s))
+    compute, wait, sync = (_seconds(each) for each in (now.compute_s, now.wait_s, now.exchange_s))
     both = f"({human_bytes(exchange.bytes_up)} + {human_bytes(exchange.bytes_back)})"
     sent = f"(1 - 1/{exchange.peers}) x {both} = {human_bytes(now.bytes_sent)}"
     needed = needed_link(exchange, link, step_s, target)
@@ -306,7 +306,7 @@ def arithmetic(
         ("link", f"{_rates(link)}, {link.latency_s * 1e3:.4g} ms one way"),
         ("sent per peer and outer step", sent),
         ("through the busiest link", f"{human_bytes(now.peak_bytes)} per exchange"),
-        ("one exchange", one if exchange.peers > 1 else "none: one peer"),
+        ("one exchange", sync if exchange.peers > 1 else "none: one peer"),
         ("compute, waiting", f"{compute} and {wait} per outer step"),
         ("utilization", f"{compute} / ({compute} + {wait}) = {now.utilization:.1%}"),
         (

@@ -46,10 +46,10 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call it once a second instead")
-    place = _place(address)
+    swarm = _place(address)
     stub_hivemind_packages()
     try:
-        return asyncio.run(_status(place, watch, as_json, table))
+        return asyncio.run(_status(swarm, watch, as_json, table))
     except KeyboardInterrupt:
         if watch:
             return 0
@@ -63,26 +63,26 @@ def _place(address: str | None) -> Address:
 
     if address is not None:
         return Address.read(address)
-    places, names = [Path("runs")], "./runs"
-    with suppress(ConfigError):  # nobody without a home has joined a run
+    folders, names = [Path("runs")], "./runs"
+    with suppress(ConfigError):  # a user without a home has joined no run
         names += f" or {data_home()}"
-        places += data_home().glob("peer-*/runs")
-    files = [file for place in places for file in place.glob("*/address")]
+        folders += data_home().glob("peer-*/runs")
+    files = [file for folder in folders for file in folder.glob("*/address")]
     living = [file for file in files if any(map(in_use, file.parent.glob("checkpoints/*")))]
     if len({file.parent.name for file in living}) == 1:
         return Address.read(f"@{living[0]}")
-    found = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
-    raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {found}")
+    runs = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
+    raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {runs}")
 
 
-async def _status(place: Address, watch: bool, as_json: bool, table: Path | None) -> int:
+async def _status(swarm: Address, watch: bool, as_json: bool, table: Path | None) -> int:
     from rich.console import Console
 
     from diloco.dashboard.tables import render
     from diloco.rundir.summary import write_contributions
     from diloco.swarm.client.watch import SwarmWatcher
 
-    async with SwarmWatcher(place.peers, place.token) as watcher:
+    async with SwarmWatcher(swarm.peers, swarm.token) as watcher:
         snapshot = await watcher.ask()
         if table is not None:
             write_contributions(table, snapshot.ledger.contributions)
@@ -144,7 +144,7 @@ def dashboard(address: str | None, host: str, port: int) -> int:
     from diloco.dashboard.server import Dashboard
     from diloco.swarm.client.watch import stub_hivemind_packages
 
-    place = _place(address)
+    swarm = _place(address)
     try:
         page = Dashboard(host, port)
     except OSError as error:
@@ -152,15 +152,15 @@ def dashboard(address: str | None, host: str, port: int) -> int:
         raise ConfigError(f"{failed}; choose another --port, or 0 for any") from None
     stub_hivemind_packages()
     with page, suppress(KeyboardInterrupt):
-        asyncio.run(_serve(page, place, host))
+        asyncio.run(_serve(page, swarm, host))
     return 0
 
 
-async def _serve(page: Dashboard, place: Address, host: str) -> None:
+async def _serve(page: Dashboard, swarm: Address, host: str) -> None:
     from diloco.config.address import reachability
     from diloco.swarm.client.watch import SwarmWatcher
 
-    async with SwarmWatcher(place.peers, place.token) as watcher:
+    async with SwarmWatcher(swarm.peers, swarm.token) as watcher:
         snapshot = await watcher.ask()  # a wrong address is an error before the page is served
         if reachability(f"/ip/{host}") != "loopback":
             public = f"--host={host} shows the swarm to everyone who reaches this machine"

@@ -38,9 +38,9 @@ PROGRAM = (sys.executable, "-m", "diloco")
 @click.command(cls=Command)
 @configured
 @click.option("--jobs", type=click.IntRange(1, 1024), default=1, help="Members at a time.")
-@click.option("--dir", "place", type=PATH, help="Of the members.  [default: runs/RUN_ID-sweep]")
+@click.option("--dir", "path", type=PATH, help="Of the members.  [default: runs/RUN_ID-sweep]")
 @click.option("--dry-run", is_flag=True, help="Check and list the members, and stop.")
-def sweep(options: Options, jobs: int, place: Path | None, dry_run: bool) -> int:
+def sweep(options: Options, jobs: int, path: Path | None, dry_run: bool) -> int:
     """Run every combination of several values.
 
     \b
@@ -59,7 +59,7 @@ def sweep(options: Options, jobs: int, place: Path | None, dry_run: bool) -> int
         command, rest = "local", [command, *rest]
     if command not in ("local", "train", "simulate"):
         raise ConfigError(f"diloco sweep {command}: a member is one of local, train, simulate")
-    return _sweep(command, replace(options, overrides=tuple(rest)), jobs, place, dry_run)
+    return _sweep(command, replace(options, overrides=tuple(rest)), jobs, path, dry_run)
 
 
 def sweepable(function: Function) -> Function:
@@ -74,7 +74,7 @@ def sweepable(function: Function) -> Function:
 
 
 def _sweep(
-    command: str, options: Options, jobs: int = 1, place: Path | None = None, dry_run: bool = False
+    command: str, options: Options, jobs: int = 1, path: Path | None = None, dry_run: bool = False
 ) -> int:
     """Check, run and compare the members; raise DilocoError at the end if one failed."""
     from diloco.rundir.files import exclusive, prepare_run_directory
@@ -84,25 +84,25 @@ def _sweep(
             f"--cfg={options.cfg} shows one configuration; diloco sweep has --dry-run"
         )
     start = replace(options.start, together=command != "train")
-    place, members = _members(command, options.overrides, start, jobs, place)
+    path, members = _members(command, options.overrides, start, jobs, path)
     ended = [member for member in members if member.has_ended()]
     if dry_run:
-        for one in members:
-            state = "ended" if one in ended else "to run"
-            click.echo(f"{state:<7} diloco {' '.join(one.arguments)}")
+        for member in members:
+            state = "ended" if member in ended else "to run"
+            click.echo(f"{state:<7} diloco {' '.join(member.arguments)}")
         return 0
-    prepare_run_directory(place)
-    with exclusive(place):
+    prepare_run_directory(path)
+    with exclusive(path):
         if ended:
             click.echo(f"{len(ended)} of {len(members)} members have ended before")
         is_stopped = _run([member for member in members if member not in ended], jobs)
         if any(member.record() for member in members):
-            _compare([place], None, place, None, False)
+            _compare([path], None, path, None, False)
     if is_stopped:
-        click.echo(f"stopped; the same command runs what is not done in {place}")
+        click.echo(f"stopped; the same command runs what is not done in {path}")
         return 0
     if failed := [member for member in members if member.state().startswith("failed")]:
-        log = failed[0].place / "output.log"
+        log = failed[0].path / "output.log"
         error = DilocoError(f"{len(failed)} of {len(members)} members failed; see {log}")
         error.exit_code = max(1, failed[0].record()["exit"])
         raise error
@@ -113,23 +113,23 @@ def _sweep(
 class SweepRun:
     """One member of a sweep."""
 
-    place: Path
-    settings: tuple[str, ...]  # by which it is known again
-    varied: str  # what of them no other member has, for people
-    arguments: tuple[str, ...]  # of its process
+    path: Path
+    settings: tuple[str, ...]  # identify the member when the sweep runs again
+    varied: str  # the settings that vary, for people
+    arguments: tuple[str, ...]  # of its command line
     config: Config
 
     def record(self) -> dict[str, Any]:
         """Read its member.json; `exit` is None until the process has ended by itself."""
         from diloco.rundir.compare import read_json
 
-        return read_json(self.place / "member.json")
+        return read_json(self.path / "member.json")
 
     def write(self, exit: int | None) -> None:
         from diloco.rundir.files import write_atomic
 
         text = json.dumps({"overrides": self.settings, "exit": exit}, indent=2)
-        write_atomic(self.place / "member.json", text)
+        write_atomic(self.path / "member.json", text)
 
     def state(self) -> str:
         """Describe in words how the process ended."""
@@ -140,29 +140,29 @@ class SweepRun:
     def has_ended(self) -> bool:
         """Return True if it ran to its end; ConfigError if its directory has another run."""
         if (record := self.record()) and record.get("overrides") != list(self.settings):
-            raise ConfigError(f"{self.place} holds a run with other settings; choose another --dir")
+            raise ConfigError(f"{self.path} holds a run with other settings; choose another --dir")
         return self.state() in ("done", "diverged")
 
     def start(self) -> subprocess.Popen[bytes]:
         from diloco.rundir.files import write_atomic
 
-        self.place.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         # so that tables show its settings, even if it fails at once
-        write_atomic(self.place / "config.yaml", self.config.to_yaml())
+        write_atomic(self.path / "config.yaml", self.config.to_yaml())
         self.write(None)
-        with (self.place / "output.log").open("ab") as output:
+        with (self.path / "output.log").open("ab") as output:
             return subprocess.Popen(
                 [*PROGRAM, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "WANDB_RUN_GROUP": self.place.parent.name},
+                env={**os.environ, "WANDB_RUN_GROUP": self.path.parent.name},
                 start_new_session=True,  # a Ctrl+C in the terminal reaches each once, from `_run`
             )
 
 
 def _members(
-    command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, place: Path | None
+    command: str, overrides: Sequence[str], start: ConfigSource, jobs: int, path: Path | None
 ) -> tuple[Path, list[SweepRun]]:
     """Return the sweep's directory and members; ConfigError if one has no valid settings."""
     from diloco.config import compose
@@ -171,30 +171,30 @@ def _members(
 
     expanded = {override: _values(override, start) for override in overrides}
     fixed = [override for override in overrides if expanded[override] == [override]]
-    varying = [values for one, values in expanded.items() if values != [one]]
+    varying = [values for override, values in expanded.items() if values != [override]]
     composed, typed = compose_tree(fixed, start), set(map(key_of, overrides))
     in_files = sweep_params(composed.request).items()
     axes = [_values(f"{key}={text}", start) for key, text in in_files if key not in typed]
-    if place is None:
-        place = Path(str(composed.tree.run.dir))
-        place = place if "run.dir" in typed else place.with_name(f"{place.name}-sweep")
-    place = place.absolute()
-    fixed = [one for one in fixed if key_of(one) != "run.dir"]
+    if path is None:
+        path = Path(str(composed.tree.run.dir))
+        path = path if "run.dir" in typed else path.with_name(f"{path.name}-sweep")
+    path = path.absolute()
+    fixed = [override for override in fixed if key_of(override) != "run.dir"]
     members = []
     for number, varied in enumerate(product(*axes, *varying)):
         settings = (*fixed, *varied)
         config = compose(settings, start)
-        own = [f"run.dir={quoted(place / str(number))}"]
+        own = [f"run.dir={quoted(path / str(number))}"]
         if "run.id" not in map(key_of, varied):
             own.insert(0, f"run.id={config.run.id[: 63 - len(str(number))]}-{number}")
         if jobs > 1 and config.train.threads is None:
             processes = jobs * (config.local.peers if command == "local" else 1)
             own.append(f"train.threads={max(1, (os.cpu_count() or 1) // processes)}")
         arguments = (command, *start.arguments(), *settings, *own)
-        members.append(SweepRun(place / str(number), settings, " ".join(varied), arguments, config))
+        members.append(SweepRun(path / str(number), settings, " ".join(varied), arguments, config))
     if not members:
         raise ConfigError("there are no members; check the ends of each range")
-    return place, members
+    return path, members
 
 
 def _values(argument: str, start: ConfigSource) -> list[str]:
@@ -203,11 +203,11 @@ def _values(argument: str, start: ConfigSource) -> list[str]:
     from hydra.errors import HydraException
 
     from diloco.config import choices
-    from diloco.config.compose import check_key, parse
+    from diloco.config.compose import check_key, parse_argument
     from diloco.config.explain import show
 
     groups = choices(start)
-    key, _, override = parse(argument, swept=True)
+    key, _, override = parse_argument(argument, swept=True)
     check_key(key, groups)
     if not override.is_sweep_override():
         return [argument]
@@ -248,15 +248,15 @@ def _run(waiting: list[SweepRun], jobs: int) -> bool:
                     member = waiting.pop(0)
                     running[member.start()] = member
                 time.sleep(0.1)
-                for process in [one for one in running if one.poll() is not None]:
+                for process in [process for process in running if process.poll() is not None]:
                     member = running.pop(process)
                     member.write(None if stops else process.returncode)
-                    run = read_run(member.place)
+                    run = read_run(member.path)
                     result = member.state()
                     if run.exit == 0 and run.loss is not None:
                         result += f", held-out {run.loss:.3f}"
                     at = f"[{time.monotonic() - began:5.1f}s]"
-                    click.echo(f"{at} {member.place.name} {member.varied}: {result}")
+                    click.echo(f"{at} {member.path.name} {member.varied}: {result}")
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
@@ -297,25 +297,25 @@ def _compare(
     from diloco.rundir import compare as comparison
     from diloco.rundir.files import finite, prepare_run_directory
 
-    found = comparison.compare(*runs)
-    reached = found.worst_loss() if loss is None else loss
+    result = comparison.compare(*runs)
+    reached = result.worst_loss() if loss is None else loss
     if out is not None:
         prepare_run_directory(out)
     if table is not None:
-        found.to_csv(table, loss)
+        result.to_csv(table, loss)
     if as_json:
-        click.echo(json.dumps(finite(_content(found, loss, reached)), indent=2))
+        click.echo(json.dumps(finite(_content(result, loss, reached)), indent=2))
     else:
-        _show(found, reached)
+        _show(result, reached)
     if out is not None:
-        pictures = found.plot(out)
+        pictures = result.plot(out)
         if not as_json:
             click.echo(f"{out}: {', '.join(picture.name for picture in pictures)}")
 
 
-def _content(found: RunComparison, loss: float | None, reached: float | None) -> dict[str, Any]:
+def _content(result: RunComparison, loss: float | None, reached: float | None) -> dict[str, Any]:
     """Return the object that --json prints."""
-    rows = found.rows(loss)
+    rows = result.rows(loss)
     arms = [
         {
             "name": arm.name,
@@ -324,13 +324,13 @@ def _content(found: RunComparison, loss: float | None, reached: float | None) ->
             "seeds": [run.seed for run in arm.runs],
             "runs": [row["name"] for row in rows if row["arm"] == arm.name],
         }
-        for arm in found.arms
+        for arm in result.arms
     ]
-    gaps = [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in found.gaps]
+    gaps = [asdict(gap) | {"mean": gap.mean, "spread": gap.spread} for gap in result.gaps]
     return {"loss": reached, "arms": arms, "runs": rows, "gaps": gaps}
 
 
-def _show(found: RunComparison, reached: float | None) -> None:
+def _show(result: RunComparison, reached: float | None) -> None:
     """Print a row per arm; without a terminal the table is as wide as it needs to be."""
     from rich.console import Console
     from rich.measure import Measurement
@@ -338,8 +338,8 @@ def _show(found: RunComparison, reached: float | None) -> None:
     from rich.text import Text
 
     console, table = Console(), Table(box=None, padding=(0, 1), pad_edge=False)
-    rows = [_cells(arm, reached) for arm in found.arms]
-    if all(len(arm.runs) == 1 for arm in found.arms):
+    rows = [_cells(arm, reached) for arm in result.arms]
+    if all(len(arm.runs) == 1 for arm in result.arms):
         for row in rows:
             del row["seeds"]
     for name in rows[0]:
@@ -351,14 +351,14 @@ def _show(found: RunComparison, reached: float | None) -> None:
         wide = console.options.update(width=10_000)
         console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
     console.print(table)
-    for gap in found.gaps:
+    for gap in result.gaps:
         console.print(Text(str(gap)), soft_wrap=True)
 
 
 def _cells(arm: Arm, reached: float | None) -> dict[str, str]:
     """Return a row of the table, by column."""
     busy = arm.mean("utilization")
-    times = [None if reached is None else one.time_to_loss(reached) for one in arm.counted]
+    times = [None if reached is None else run.time_to_loss(reached) for run in arm.counted]
     known = [time for time in times if time is not None]
     time_s = sum(known) / len(known) if known and len(known) == len(times) else None
     return {

@@ -71,9 +71,9 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
         raise ConfigError("host needs either the ADDRESS of a peer, as it prints it, or --new")
     given: list[str] = []
     if address is not None:
-        # run.id may be typed: with a key it is in the invitation
-        found, given = guest_arguments(address, options, ["run.id"])
-        given = [f"swarm.initial_peers=[{','.join(map(repr, found.peers))}]", *given]
+        # run.id may be typed: in a closed run the invitation has it, too
+        swarm, given = guest_arguments(address, options, ["run.id"])
+        given = [f"swarm.initial_peers=[{','.join(map(repr, swarm.peers))}]", *given]
     config = options.compose(given, starts=True)
     import threading
     import time

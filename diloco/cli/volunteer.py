@@ -133,7 +133,7 @@ def move_aside(config: Config) -> None:
 def known_addresses(addresses: Sequence[str], identity: Path) -> list[str]:
     """List other peers from this user's last runs that had one of the given peers in them."""
     given = {peer_id_of(address) for address in addresses if not address.startswith("@")}
-    keys = [identity, *(place / "identity.key" for place in sorted(data_home().glob("peer-*")))]
+    keys = [identity, *(path / "identity.key" for path in sorted(data_home().glob("peer-*")))]
     runs = [others for key in keys if (others := known_by(key)[1])]
     runs = [others for others in runs if not given.isdisjoint(map(peer_id_of, others))]
     return [address for address in dict.fromkeys(chain(*runs)) if address not in addresses]

@@ -53,23 +53,23 @@ class Address:
         `ConfigError` says what is wrong, in `shown`.
         """
         text = unquoted(text)
-        place = show(shown or text, 160)
+        source = show(shown or text, 160)
         if text.startswith("@") and len(text) > 1 and "," not in text:
             return cls((text,))
         peers, token = list[str](), None
-        for one in _COPIED.findall(text) or [text]:
-            is_link = one.startswith("diloco:")
-            body, mark, query = one.partition("?") if is_link else (one, "", "")
+        for entry in _COPIED.findall(text) or [text]:
+            is_link = entry.startswith("diloco:")
+            body, mark, query = entry.partition("?") if is_link else (entry, "", "")
             if mark:
                 token = query.removeprefix("token=")
                 if token == query or not TOKEN.fullmatch(token):
-                    damaged = f"ADDRESS={place}: its token is damaged or missing"
+                    damaged = f"ADDRESS={source}: its token is damaged or missing"
                     raise ConfigError(f"{damaged}; copy the whole link again")
             for peer in body.removeprefix(SCHEME).rstrip(",;").split(","):
                 peers.append("/" + peer.lstrip("/") if is_link else peer)
         for peer in peers:
             if (wrong := address_error(peer)) is not None:
-                raise ConfigError(f"ADDRESS={place} cannot be used: {wrong}")
+                raise ConfigError(f"ADDRESS={source} cannot be used: {wrong}")
         return cls(tuple(peers), token)
 
     @classmethod
@@ -81,12 +81,12 @@ class Address:
         """
         if text == "-":
             return cls.parse(line_of_stdin("ADDRESS"))
-        found = cls.parse(text)
-        for peer in found.peers:
+        parsed = cls.parse(text)
+        for peer in parsed.peers:
             with suppress(OSError):  # a peer may be about to write its address into it
                 if peer.startswith("@") and "token=" in small_text(Path(peer[1:])):
-                    return replace(found, token=peer)
-        return found
+                    return replace(parsed, token=peer)
+        return parsed
 
     def resolved(self) -> Address:
         """Replace an `@FILE` by the addresses it holds now; `ConfigError` if it is unreadable."""
@@ -105,14 +105,14 @@ class Address:
         return SCHEME + "/" + ",".join(peer.lstrip("/") for peer in self.peers) + token
 
 
-def line_of_stdin(what: str) -> str:
+def line_of_stdin(name: str) -> str:
     """Read a line of stdin, with a prompt on a terminal; ConfigError if there is none."""
     if sys.stdin.isatty():
-        print(f"{what}: ", end="", file=sys.stderr, flush=True)
+        print(f"{name}: ", end="", file=sys.stderr, flush=True)
     raw = getattr(sys.stdin, "buffer", None)
     line = unquoted(sys.stdin.readline() if raw is None else decoded(raw.readline()))
     if not line:
-        none = f"{what}=- stands for a line on stdin, and none came"
+        none = f"{name}=- stands for a line on stdin, and none came"
         raise ConfigError(f"{none}; write it there, or give @FILE")
     return line
 
@@ -142,8 +142,8 @@ def address_error(address: str) -> str | None:
         return f"it may be a token; {need}: ADDRESS swarm.token=@FILE"
     if re.match(r"https?:", address):
         return f"it is the address of a web page; that of a peer looks like {EXAMPLE}"
-    if found := _HOST_PORT.fullmatch(address):
-        right = f"{_family(found[1])}/tcp/{found[2]}/p2p/PEER_ID"
+    if match := _HOST_PORT.fullmatch(address):
+        right = f"{_family(match[1])}/tcp/{match[2]}/p2p/PEER_ID"
         return f"it is HOST:PORT; write {right}, as the peer prints it"
     shape = _SHAPE.fullmatch(address)
     wrong = _wrong(*shape.groups()) if shape else f"it is damaged; one looks like {EXAMPLE}"
@@ -168,9 +168,9 @@ def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
         return f"port {port} is not one of 1 to 65535"
     if ids[0] is None:
         return f"/p2p/PEER_ID is missing at its end; {copy}"
-    for one in filter(None, ids):
-        if not _ID.fullmatch(one):
-            return f"its peer id {show(one)} is cut off or damaged; {copy}"
+    for peer_id in filter(None, ids):
+        if not _ID.fullmatch(peer_id):
+            return f"its peer id {show(peer_id)} is cut off or damaged; {copy}"
     return None
 
 
@@ -182,25 +182,25 @@ def host_of(address: str) -> str:
 def reachability(address: str) -> str:
     """Classify a multiaddr: `loopback`, `LAN`, or `public` (also host names)."""
     try:
-        found = ipaddress.ip_address(host_of(address))
+        ip = ipaddress.ip_address(host_of(address))
     except ValueError:
         return "loopback" if host_of(address) == "localhost" else "public"
-    if found.is_loopback:
+    if ip.is_loopback:
         return "loopback"
     # Shared addresses of carriers (100.64/10) are neither private nor global to Python.
-    return "public" if found.is_global else "LAN"
+    return "public" if ip.is_global else "LAN"
 
 
 def same_subnet(address: str, other: str) -> bool:
     """Return True if two multiaddrs name IP addresses of one /24, or /64 of IPv6; no loopback."""
     try:
-        one, two = (ipaddress.ip_address(host_of(each)) for each in (address, other))
+        first, second = (ipaddress.ip_address(host_of(each)) for each in (address, other))
     except ValueError:
         return False
-    if one.version != two.version or one.is_loopback:
+    if first.version != second.version or first.is_loopback:
         return False
-    length = 24 if one.version == 4 else 64
-    return two in ipaddress.ip_network(f"{one}/{length}", strict=False)
+    length = 24 if first.version == 4 else 64
+    return second in ipaddress.ip_network(f"{first}/{length}", strict=False)
 
 
 def _family(host: str) -> str:

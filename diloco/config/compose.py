@@ -77,7 +77,7 @@ def compose_tree(overrides: Sequence[str], start: ConfigSource) -> Composed:
     settings = list[tuple[str, str, Any]]()
     for argument in overrides:
         check_key(key_of(argument), groups)  # before Hydra is imported
-        key, text, override = parse(argument)
+        key, text, override = parse_argument(argument)
         value = override.value()
         if key not in groups:
             settings.append((key, text, value))
@@ -107,7 +107,7 @@ def key_of(argument: str) -> str:
     return "inner.schedule" if key == "schedule" else key
 
 
-def parse(argument: str, swept: bool = False) -> tuple[str, str, Any]:
+def parse_argument(argument: str, swept: bool = False) -> tuple[str, str, Any]:
     """Split an argument into key and text, and parse it as Hydra does.
 
     Text that Hydra wants in quotes (`data.path=~/a=b`) is taken as it is. Raises ConfigError for
@@ -145,8 +145,8 @@ def quoted(value: Path | str) -> str:
 def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError for a key that is neither a setting nor a group."""
     if key.startswith(("hydra.", "hydra/")):
-        what = "drop it (diloco sweep tries every combination)"
-        raise ConfigError(f"{show(key)} has no effect; {what}")
+        remedy = "drop it (diloco sweep tries every combination)"
+        raise ConfigError(f"{show(key)} has no effect; {remedy}")
     if key.startswith("~"):  # by which Hydra deletes
         remedy = f"set {key[1:]} to its default, as --cfg help shows it"
         raise ConfigError(f"{show(key)}: no setting can be deleted; {remedy}")
@@ -154,14 +154,14 @@ def check_key(key: str, groups: Mapping[str, Sequence[str]]) -> None:
         raise ConfigError(unknown_key(key, [*KEYS, *groups]))
 
 
-def _check_choice(group: str, name: str, there: Sequence[str], places: Sequence[Path]) -> None:
+def _check_choice(group: str, name: str, there: Sequence[str], folders: Sequence[Path]) -> None:
     if name.removesuffix(".yaml") in there:
         return
     looked = ""
     if name.endswith((".yaml", ".yml")):
         looked = f"; a choice is a file in a folder {group}/, or give --config {name}"
-    elif len(places) > 1:
-        looked = f"; looked in {', '.join(f'{place / group}' for place in places)}"
+    elif len(folders) > 1:
+        looked = f"; looked in {', '.join(f'{folder / group}' for folder in folders)}"
     raise ConfigError(f"{no_choice(group, name, there)}{looked}")
 
 
@@ -171,8 +171,8 @@ def validated(composed: Composed) -> Config:
     try:
         content: Any = OmegaConf.to_container(composed.tree, resolve=True)
     except OmegaConfBaseException as error:
-        place = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{place}{first_line(error)}") from None
+        prefix = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{prefix}{first_line(error)}") from None
     if "experiment" in content:
         begin = "its file begins with the line # @package _global_"
         raise ConfigError(f"an experiment holds no settings of a run; {begin}")
@@ -200,7 +200,7 @@ def _fragments(content: Mapping[str, Any], together: bool) -> int:
             saved = json.loads((run_dir / "manifest.json").read_text("utf-8"))
             return int(saved["outer"]["fragments"])
     model, outer = content["model"], content["outer"]
-    # few layers cannot be dealt to many peers, nor do these exchange all fragments at once
+    # These have too few layers for a fragment per peer, or do not exchange all fragments at once.
     alone = outer["pattern"] == "strided" or outer["staggered"] or model["adapter"] != "none"
     peers = [content["swarm"]["min_peers"], content["local"]["peers"] if together else 1]
     expected = max([1, *(number for number in peers if type(number) is int)])
@@ -232,9 +232,9 @@ def outer_preset(name: str) -> dict[str, Any]:
 
     `${...}` is left as it is. Raises `ConfigError` for another name.
     """
-    there = [one for one in choices()["outer"] if one != "data_parallel"]  # it makes no outer steps
-    if name not in there:
-        raise ConfigError(no_choice("outer", str(name), there))
+    presets = [key for key in choices()["outer"] if key != "data_parallel"]  # no outer steps
+    if name not in presets:
+        raise ConfigError(no_choice("outer", str(name), presets))
     tree = compose_tree([f"outer={name}"], ConfigSource()).tree
     values: Any = OmegaConf.to_container(tree.outer, resolve=False)
     return {str(key): value for key, value in values.items()}

@@ -88,8 +88,8 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return f"{size}, each {_expected(arguments[0], ())}"
     if origin is dict:
         return "a group of settings"
-    found = [(one, item) for item in metadata for one in _SIGNS if hasattr(item, one)]
-    limits = " and ".join(f"{_SIGNS[one]} {getattr(item, one):.10g}" for one, item in found)
+    bounds = [(sign, item) for item in metadata for sign in _SIGNS if hasattr(item, sign)]
+    limits = " and ".join(f"{_SIGNS[sign]} {getattr(item, sign):.10g}" for sign, item in bounds)
     return f"{_KINDS.get(annotation, 'a text')} {limits}".strip()
 
 
@@ -115,12 +115,12 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Return the known names that were probably meant; none if nothing is similar."""
     known = list(known)
-    if found := get_close_matches(word, known, n=1, cutoff=0.8):
-        return found
+    if matches := get_close_matches(word, known, n=1, cutoff=0.8):
+        return matches
     # data.batch_size may be of another group
-    leaves = {one: one.rpartition(".")[2] for one in known}
+    leaves = {name: name.rpartition(".")[2] for name in known}
     leaf = get_close_matches(word.rpartition(".")[2], leaves.values(), n=1, cutoff=0.7)
-    return [one for one in known if leaves[one] in leaf]
+    return [name for name in known if leaves[name] in leaf]
 
 
 def explain(

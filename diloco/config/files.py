@@ -76,21 +76,21 @@ def search_path(start: ConfigSource) -> tuple[Path, ...]:
         raise ConfigError(f"{missing}; make it, or drop the option")
     package = Path(__file__).parents[1]
     shipped = [package / "_configs", package.parent / "configs"]
-    installed = next((place for place in shipped if place.is_dir()), None)
+    installed = next((folder for folder in shipped if folder.is_dir()), None)
     if installed is None:
         raise ConfigError(f"{package}: the configs directory is missing; install diloco again")
     places = [start.folder, installed, Path("configs")]
-    return tuple(dict.fromkeys(place.resolve() for place in places if place and place.is_dir()))
+    return tuple(dict.fromkeys(folder.resolve() for folder in places if folder and folder.is_dir()))
 
 
 def choices(start: ConfigSource | None = None) -> dict[str, tuple[str, ...]]:
     """Return the groups, and the names that can be chosen in each, sorted."""
-    found = {}
+    groups = {}
     places = search_path(start or ConfigSource())
     for group in (*GROUPS, "experiment"):
-        if names := {file.stem for place in places for file in (place / group).glob("*.yaml")}:
-            found[group] = tuple(sorted(names))
-    return found
+        if names := {file.stem for folder in places for file in (folder / group).glob("*.yaml")}:
+            groups[group] = tuple(sorted(names))
+    return groups
 
 
 def no_choice(group: str, name: str, there: Sequence[str]) -> str:
@@ -112,8 +112,8 @@ def compose_files(request: ComposeRequest) -> DictConfig:
 def sweep_params(request: ComposeRequest) -> dict[str, str]:
     """Return the values that vary in a sweep, by key, as in `hydra.sweeper.params` of a file."""
     _register_resolvers()
-    found = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
-    return {str(key): str(value) for key, value in (found or {}).items()}
+    params = OmegaConf.select(_composed(request, with_hydra=True), "hydra.sweeper.params")
+    return {str(key): str(value) for key, value in (params or {}).items()}
 
 
 def _composed(request: ComposeRequest, with_hydra: bool = False) -> DictConfig:
@@ -131,7 +131,7 @@ _cached = lru_cache(maxsize=64)(_composed)
 
 
 @contextmanager
-def _own_hydra(place: Path) -> Iterator[None]:
+def _own_hydra(folder: Path) -> Iterator[None]:
     """Use Hydra; a program around us that uses it, too, gets its own state back."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -139,7 +139,7 @@ def _own_hydra(place: Path) -> Iterator[None]:
     application = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(place), "diloco", "1.3"):
+        with initialize_config_dir(str(folder), "diloco", "1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = application
@@ -158,14 +158,14 @@ def _hydra_overrides(request: ComposeRequest) -> list[str]:
     store.store(BEGIN, {"defaults": ["config"]})
     store.store(SCHEMA, _schema_defaults())
     chosen, experiments = list(request.chosen), list(request.experiments)
-    if further := ",".join(f"file://{place}" for place in request.places[1:]):
+    if further := ",".join(f"file://{folder}" for folder in request.places[1:]):
         chosen.append(f"hydra.searchpath=[{further}]")
     if request.saved is not None:
         optional: list[Any] = [SCHEMA, *({section: None} for section in SECTIONS)]
         store.store(NOTHING, {"defaults": [*optional, {"experiment": experiments}]})
-        found = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
+        choices = hydra.compose(NOTHING, chosen, return_hydra_config=True).hydra.runtime.choices
         saved = json.loads(request.saved.text)
-        content = {key: value for key, value in saved.items() if found.get(key) is None}
+        content = {key: value for key, value in saved.items() if choices.get(key) is None}
         store.store(SAVED, content, group="experiment", package="_global_")
         experiments.insert(0, SAVED)
         if request.saved.whole:  # else its model.config would be mixed with the default model's
@@ -218,8 +218,8 @@ def _reason(places: Sequence[Path], error: Exception) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark, problem = error.problem_mark, ValueError(error.problem or "is not YAML")
         return f"{mark.name}, line {mark.line + 1}: {first_line(problem)}"
-    said = " ".join(str(error).split()).partition(" Config search path:")[0]
-    return f"{', '.join(map(str, places))}: {show(said, limit=300)}"
+    message = " ".join(str(error).split()).partition(" Config search path:")[0]
+    return f"{', '.join(map(str, places))}: {show(message, limit=300)}"
 
 
 # --- what files of configs/ leave to the model: the names of `RESOLVERS` --------------------------

@@ -109,12 +109,13 @@ class Manifest(RunOwned):
 
     def differences(self, other: Manifest) -> list[str]:
         """List the settings that differ, such as `outer.lr: 0.7 here, 0.4 there`."""
-        here, there = (dict(flatten(one.model_dump(mode="json"))) for one in (self, other))
+        trees = (manifest.model_dump(mode="json") for manifest in (self, other))
+        here, there = (dict(flatten(tree)) for tree in trees)
         texts = []
         for key in sorted(here.keys() | there.keys()):
-            one, two = (show(tree[key]) if key in tree else "not set" for tree in (here, there))
-            if one != two:
-                texts.append(f"{key}: {one} here, {two} there")
+            ours, theirs = (show(tree[key]) if key in tree else "not set" for tree in (here, there))
+            if ours != theirs:
+                texts.append(f"{key}: {ours} here, {theirs} there")
         return texts
 
 
@@ -200,7 +201,7 @@ def _no_constant(name: str) -> None:
 class ExternalSource(NamedTuple):
     """A model, data or a tokenizer that a run needs and that this package does not contain."""
 
-    what: str  # model, data or tokenizer
+    kind: str  # model, data or tokenizer
     key: str  # the setting that names it
     name: str | None  # on the hub; None: the volunteer's own text, or files that the peers have
     revision: str | None

@@ -199,7 +199,7 @@ class DataRecipe(RunOwned):
             if source != "hub" and (value := getattr(self, key)) is not None:
                 unused = f"data.{key}={value} has no effect with data.source={source}"
                 raise ValueError(f"{unused}; drop it, or use data=hub")
-        kinds = [(source, self.format), *((one.source, one.format) for one in self.mixture)]
+        kinds = [(source, self.format), *((part.source, part.format) for part in self.mixture)]
         for kind, rows in kinds:
             if rows == "auto" and kind not in ("json", "parquet", "hub"):
                 raise ValueError(
@@ -214,12 +214,12 @@ class DataRecipe(RunOwned):
         if self.source == "mixture" and not self.mixture:
             example = "data.mixture=[{name: NAME, source: text, weight: 1}, ...]"
             yield f"data.source=mixture needs sources; set {example}"
-        total = sum(one.weight for one in self.mixture)
-        for one in self.mixture:
-            if one.weight * MIXTURE_BLOCK < total:
-                small = f"the weight {one.weight:g} of {one.name} is less than 1/{MIXTURE_BLOCK}"
+        total = sum(part.weight for part in self.mixture)
+        for part in self.mixture:
+            if part.weight * MIXTURE_BLOCK < total:
+                small = f"the weight {part.weight:g} of {part.name} is less than 1/{MIXTURE_BLOCK}"
                 yield f"data.mixture: {small} of all; raise it, or leave it out"
-        if len({one.name for one in self.mixture}) < len(self.mixture):
+        if len({part.name for part in self.mixture}) < len(self.mixture):
             yield "data.mixture has two sources of one name; give each a name of its own"
 
 
@@ -256,7 +256,7 @@ class DataConfig(PeerDataConfig, DataRecipe):
     @property
     def has_conversations(self) -> bool:
         """True if sequences hold conversations, which do not attend to each other."""
-        return "auto" in (self.format, *(one.format for one in self.mixture))
+        return "auto" in (self.format, *(source.format for source in self.mixture))
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:
@@ -278,7 +278,7 @@ class DataConfig(PeerDataConfig, DataRecipe):
             if self.source == "mixture":
                 remedy = "set data.paths.NAME"
             raise ValueError(f"{unused}; {remedy}")
-        for name in (one.name for one in self.mixture if one.source in FILE_SOURCES):
+        for name in (source.name for source in self.mixture if source.source in FILE_SOURCES):
             if not self.paths.get(name):
                 need = f"set data.paths.{name}=FILE_OR_DIRECTORY"
                 raise ValueError(f"data.mixture: {name} needs files; {need}")
@@ -298,18 +298,18 @@ def split_commits(settings: dict[str, Any], typed: Collection[str]) -> None:
             continue
         derived = _DERIVED.get(key, ())
         if derived and values.get(derived[0]) and not {key, commit_key}.isdisjoint(typed):
-            for one in derived:
-                if f"{group}.{one}" not in typed:
-                    values.pop(one, None)
+            for setting in derived:
+                if f"{group}.{setting}" not in typed:
+                    values.pop(setting, None)
         typed_name, commit = values.get(name), values.get(at)
         if not isinstance(typed_name, str):
             continue
-        if found := _AT.fullmatch(typed_name):
-            _check_commit(kind, f"{key}={show(typed_name)}", found[1], found[2])
-            if commit not in (None, found[2]):
+        if match := _AT.fullmatch(typed_name):
+            _check_commit(kind, f"{key}={show(typed_name)}", match[1], match[2])
+            if commit not in (None, match[2]):
                 both = f"{key}={show(typed_name)} and {commit_key}={show(commit)}"
                 raise ConfigError(f"{both} differ; drop one")
-            values[name], values[at] = found[1], found[2]
+            values[name], values[at] = match[1], match[2]
         elif isinstance(commit, str):
             _check_commit(kind, f"{commit_key}={show(commit)}", typed_name, commit)
 
@@ -321,6 +321,6 @@ def _check_commit(kind: str, setting: str, name: str, commit: str) -> None:
     from diloco.hub import commit_of
 
     remedy = "write the 40 hexadecimal digits that the hub shows"
-    if commit and (found := commit_of(kind, name, commit)):
-        remedy = f"write {name}@{found}, which it is now"
+    if commit and (resolved := commit_of(kind, name, commit)):
+        remedy = f"write {name}@{resolved}, which it is now"
     raise ConfigError(f"{setting} names no commit, and what is not a commit can change; {remedy}")

@@ -77,8 +77,8 @@ class LocalConfig(PeerLocal):
     @model_validator(mode="after")
     def _one_delay_per_peer(self) -> LocalConfig:
         if len(self.step_delay_s) not in (0, self.peers):
-            found = f"{len(self.step_delay_s)} values for local.peers={self.peers}"
-            raise ValueError(f"local.step_delay_s has {found}; give one per peer or []")
+            problem = f"{len(self.step_delay_s)} values for local.peers={self.peers}"
+            raise ValueError(f"local.step_delay_s has {problem}; give one per peer or []")
         return self
 
 

@@ -38,9 +38,9 @@ class Registry(Mapping[str, T]):
         self.setting, self.own, self.traits = setting, frozenset(own), dict(own)
         self.found: dict[str, T] = {}
 
-    def add(self, name: str, one: T, trait: bool = True) -> None:
+    def add(self, name: str, extension: T, trait: bool = True) -> None:
         assert self.traits.get(name) == trait or name not in self.own, f"{name} is {trait} here"
-        self.found[name], self.traits[name] = one, trait
+        self.found[name], self.traits[name] = extension, trait
 
     def __getitem__(self, name: str) -> T:
         if name not in self.found:
@@ -66,7 +66,8 @@ class Registry(Mapping[str, T]):
                 why = f": {point.value} cannot be imported ({type(error).__name__}: {error})"
         if name in self.traits:
             return name
-        choices = [*dict.fromkeys([*self, *(one.name for one in installed if one.name != name)])]
+        others = (point.name for point in installed if point.name != name)
+        choices = [*dict.fromkeys([*self, *others])]
         if not why and (guesses := nearest(name, choices)):
             why = f" (did you mean {' or '.join(guesses)}?)"
         raise _wrong(

@@ -200,7 +200,7 @@ class OuterConfig(RunOwned, Schedule):
         return self
 
 
-Problems = Iterator[tuple[object, str]]  # whether it is one, and what to say
+Problems = Iterator[tuple[object, str]]  # (it is a problem, text)
 
 
 def _problems_of_rounds(outer: OuterConfig) -> Problems:

@@ -96,9 +96,9 @@ class LiveView:
 
     def stage(self, name: str, text: str = "") -> None:
         """Show the stage under way and its progress; the one before becomes a line."""
-        before, said = self._stage
+        before, progress = self._stage
         if before and before != name:
-            self.note(f"{before}: {said}" if said else before)
+            self.note(f"{before}: {progress}" if progress else before)
         self._stage = name, plain(text)
 
     def _write(self, line: str) -> None:
@@ -119,12 +119,12 @@ class LiveView:
         table.add_column("state", min_width=6)
         for name in ("version", "step", "loss", "held-out", "tok/s", "sent", "received"):
             table.add_column(name, justify="right", no_wrap=True)
-        for one in rows:
-            step = "-" if one.inner_step is None else str(one.inner_step)
-            state = Text(plain(one.state), style=STATE_STYLES.get(one.state, ""))
-            losses = ("-" if loss is None else f"{loss:.2f}" for loss in (one.loss, one.eval_loss))
-            cells = (self._lines.step_of(one), step, *losses, *_rates([one]))
-            table.add_row(Text(plain(one.peer)), state, *cells)
+        for row in rows:
+            step = "-" if row.inner_step is None else str(row.inner_step)
+            state = Text(plain(row.state), style=STATE_STYLES.get(row.state, ""))
+            losses = ("-" if loss is None else f"{loss:.2f}" for loss in (row.loss, row.eval_loss))
+            cells = (self._lines.step_of(row), step, *losses, *_rates([row]))
+            table.add_row(Text(plain(row.peer)), state, *cells)
         if len(rows) > 1:
             table.add_row("together", *[""] * 5, *_rates(rows), style="dim")
         return Group(Text(self.title), self._progress(rows), table, *under_way)
@@ -132,8 +132,8 @@ class LiveView:
     def _progress(self, rows: Sequence[PeerStatus]) -> RenderableType:
         lines, total = self._lines, self._lines.total
         elapsed = human_seconds(lines.clock() - lines.began)
-        done = max((one.version or 0 for one in rows), default=0)
-        peers = max((one.peers or 0 for one in rows), default=0)
+        done = max((row.version or 0 for row in rows), default=0)
+        peers = max((row.peers or 0 for row in rows), default=0)
         merged = merged_of(max(rows, key=lambda row: row.version or 0)).strip()
         grid = Table.grid(padding=(0, 1))
         grid.add_row(

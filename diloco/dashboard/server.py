@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 PAGE = Path(__file__).with_name("page.html").read_bytes()
-SCRIPTS = [hashlib.sha256(one) for one in re.findall(rb"<script>(.*?)</script>", PAGE, re.S)]
-HASHES = " ".join(f"'sha256-{base64.b64encode(one.digest()).decode()}'" for one in SCRIPTS)
+SCRIPTS = [hashlib.sha256(script) for script in re.findall(rb"<script>(.*?)</script>", PAGE, re.S)]
+HASHES = " ".join(f"'sha256-{base64.b64encode(script.digest()).decode()}'" for script in SCRIPTS)
 HEADERS = {  # the page's own script only, nothing from elsewhere, and in no frame of another site
     "Content-Security-Policy": (
         f"default-src 'none'; script-src {HASHES}; style-src 'unsafe-inline'; connect-src 'self';"

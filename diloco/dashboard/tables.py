@@ -124,7 +124,7 @@ def _rounds(snapshot: Snapshot) -> Table:
 def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> RenderableType:
     ledger = snapshot.ledger
     fates = ("processed", "applied", "discarded", "in_flight")
-    counts = [f"{human_count(getattr(ledger, one))} {one.replace('_', ' ')}" for one in fates]
+    counts = [f"{human_count(getattr(ledger, fate))} {fate.replace('_', ' ')}" for fate in fates]
     head = Text("ledger", style="bold")
     head.append("  " + "  ".join(counts) + "  tokens", style="not bold")
     total = max(1, sum(row.tokens for row in ledger.contributions))
@@ -135,8 +135,8 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Renderab
         versions = f"{row.first_version}-{row.last_version}"
         return [name, human_count(row.tokens), share, steps, human_bytes(row.bytes), versions]
 
-    ranked = sorted(ledger.contributions, key=lambda one: (-one.tokens, one.peer_id))
-    ranked.sort(key=lambda one: not one.peer_id)  # the sum of those that are not listed is last
+    ranked = sorted(ledger.contributions, key=lambda row: (-row.tokens, row.peer_id))
+    ranked.sort(key=lambda row: not row.peer_id)  # the sum of those that are not listed is last
     columns = "<peer tokens share steps payload versions"
     return Group(head, Text(), _table("contributions", columns, map(cells, ranked), rows))
 
@@ -144,10 +144,11 @@ def _ledger(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Renderab
 def _events(snapshot: Snapshot, width: int) -> Text:
     text, names = Text("events", style="bold"), snapshot.names()
     for event in snapshot.events[-EVENTS:]:
-        said = event.text
+        message = event.text
         for peer, name in names.items():
-            said = said.replace(peer, name)
-        line = f"{human_seconds(max(0.0, snapshot.run.at - event.at)):>7} ago  {event.kind} {said}"
+            message = message.replace(peer, name)
+        ago = human_seconds(max(0.0, snapshot.run.at - event.at))
+        line = f"{ago:>7} ago  {event.kind} {message}"
         text.append("\n" + (line if len(line) <= width else line[: width - 1] + "…"), "not bold")
     return text
 

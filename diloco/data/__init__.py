@@ -3,8 +3,8 @@
 1. A source yields rows, UTF-8 bytes in a fixed order (`sources`, `formats`): the standard library,
    files, or a hub stream.
 2. A row is one document, or several if it is long. The hash of a document decides whether it is
-   held out, equally on every peer, and a tokenizer turns it into integers (`packing.encode`); for
-   files of this machine once (`tokens`).
+   held out, equally on every peer, and a tokenizer makes integers of it (`encode_rows`); for files
+   of this machine once (`tokens`).
 3. A `Packer` concatenates documents, each with its end token, and cuts them into sequences of T =
    `data.sequence_length` tokens. No token is repeated, and only a last piece shorter than T is
    dropped. A sequence may hold the end of one document and the start of the next; attention is not

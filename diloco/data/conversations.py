@@ -62,7 +62,7 @@ class Chat(NamedTuple):
     tools: Any = None
 
 
-def parse(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
+def parse_row(row: Mapping[str, Any], field: str) -> Chat | tuple[str, str] | str:
     """Read a row as a chat, a prompt and its completion, or plain text.
 
     Raises ValueError for a row without any of it, with the columns that it has.
@@ -102,7 +102,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
     turns = _decoded(row[column])
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise ValueError(f"{column} is no list of messages")
-    found = list[Message]()
+    chat = list[Message]()
     for number, turn in enumerate(map(_decoded, turns), 1):
         where = f"message {number} of {column}"
         turn = turn if isinstance(turn, Mapping) else {}
@@ -117,8 +117,8 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
         rest = {key: value for key, value in rest.items() if value is not None}
         if calls := _decoded(rest.pop("tool_calls", None)):
             rest["tool_calls"] = [_call(_decoded(call)) for call in calls]
-        found.append({**rest, "role": _ROLE_OF[name], "content": _text(turn.get(content), where)})
-    return found
+        chat.append({**rest, "role": _ROLE_OF[name], "content": _text(turn.get(content), where)})
+    return chat
 
 
 def _text(content: Any, where: str) -> str:
@@ -147,23 +147,23 @@ def _decoded(value: Any) -> Any:
     return json.loads(value) if is_json else value
 
 
-def encode(found: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sample]:
+def encode_row(content: Chat | tuple[str, str] | str, tokenizer: Tokenizer) -> list[Sample]:
     """Tokenise the content of a row and mark the learned tokens; a chat gives one sample for each
     part of `Tokenizer.encode_chat`.
 
     Raises ValueError for a chat without an answer, and for what the chat template refuses.
     """
-    if isinstance(found, Chat):
-        if not any(message["role"] == "assistant" for message in found.messages):
+    if isinstance(content, Chat):
+        if not any(message["role"] == "assistant" for message in content.messages):
             raise ValueError("it has no message of an assistant, so nothing to learn")
-        parts = tokenizer.encode_chat(found.messages, found.tools)
+        parts = tokenizer.encode_chat(content.messages, content.tools)
     else:
-        texts = [found] if isinstance(found, str) else found
+        texts = [content] if isinstance(content, str) else content
         ids = tokenizer.encode([text.encode("utf-8", errors="replace") for text in texts])
         end = [] if tokenizer.end is None else [tokenizer.end]
         tokens = [*tokenizer.begin, *np.concatenate(ids).tolist(), *end]
         asked = len(tokenizer.begin) + len(ids[0]) if len(ids) > 1 else 0
-        parts = [(tokens, [place >= asked for place in range(len(tokens))])]
+        parts = [(tokens, [index >= asked for index in range(len(tokens))])]
     return [Sample(np.array(ids, np.int32), np.array(marks, np.bool_)) for ids, marks in parts]
 
 
@@ -189,14 +189,14 @@ def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
                 try:
                     if isinstance(row, ValueError):
                         raise row
-                    found = parse(row, settings.field)
-                    samples = encode(found, tokenizer)
+                    content = parse_row(row, settings.field)
+                    samples = encode_row(content, tokenizer)
                 except ValueError as error:
-                    text = str(error) if error is row else f"row {number}: {error}"
-                    odd.add(ValueError(text), f"{key}: {file}")
+                    fault = str(error) if error is row else f"row {number}: {error}"
+                    odd.add(ValueError(fault), f"{key}: {file}")
                     continue
-                content = found if isinstance(found, str) else json.dumps(found, default=str)
-                encoded = content.encode("utf-8", errors="replace")
+                text = content if isinstance(content, str) else json.dumps(content, default=str)
+                encoded = text.encode("utf-8", errors="replace")
                 sides[is_held_out(encoded, settings.holdout, settings.source)].extend(samples)
                 documents, num_bytes = documents + 1, num_bytes + len(encoded)
     odd.close()
@@ -211,7 +211,7 @@ def conversations_of(settings: DataConfig, tokenizer: Tokenizer) -> TokenList:
         if not any(learned):
             raise DataError(f"data.format: {line}; raise the one, or mend the other")
         logger.warning(line)
-    training, held_out = (pack(side, length) for side in sides)
+    training, held_out = (pack_samples(side, length) for side in sides)
     digest = blake3(training.tobytes()).hexdigest()
     return TokenList(training, held_out, documents, num_bytes, digest)
 
@@ -232,7 +232,7 @@ def _of_hub(settings: DataConfig) -> tuple[str, list[Path]]:
         return kind, [Path(name) if opened is open else dataset_file(name) for name in names]
 
 
-def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
+def pack_samples(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
     """Pack samples into (N, 2, T), T = `length`: tokens, and 2 x segment + (1 if it is learned).
 
     Best fit, the longest first (Ding et al. 2024, arXiv 2404.10830). A sample is cut only if it is
@@ -240,9 +240,9 @@ def pack(samples: Iterable[Sample], length: int) -> NDArray[np.int32]:
     padding is segment 0. The first token of a segment is never learned, as none is before it.
     """
     kept = [sample for sample in samples if _is_learned(sample, length)]
-    inside = list[list[Sample]]()  # of each sequence
+    inside = list[list[Sample]]()  # samples by sequence
     free = list[tuple[int, int]]()  # (tokens, sequence), sorted
-    for sample in sorted(kept, key=lambda one: -len(one.tokens)):
+    for sample in sorted(kept, key=lambda sample: -len(sample.tokens)):
         size = min(len(sample.tokens), length)
         at = bisect_left(free, (size, 0))
         if at == len(free):

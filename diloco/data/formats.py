@@ -44,9 +44,9 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _LONGEST = 1 << 30  # bytes of one value of JSON
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 256
-# so many rows of JSON without the field, from the first one on: its name is wrong
+# If so many first rows of JSON lack the field, its name is wrong.
 _ROWS_WITHOUT = 10_000
-_ODD_AT_ONCE = 100  # odd rows, from which on it is an error at once that they are half of all
+_ODD_AT_ONCE = 100  # odd rows; from so many on it is an error at once if they are half of all
 
 _CONTENT = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bz2>BZh[1-9](1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0)"
@@ -87,7 +87,7 @@ class OddRows:
         logger.warning(line, self.count, self.rows, self._first)
 
 
-_Row = dict[str, Any] | ValueError  # or why it is none
+_Row = dict[str, Any] | ValueError  # or the error of an unusable row
 
 
 def read_rows(
@@ -115,7 +115,7 @@ def records(
     `field`, other columns may be left out."""
     head = handle.read(16)
     handle.seek(0)
-    if format == "parquet" and not _CONTENT.match(head):  # which is read from its end
+    if format == "parquet" and not _CONTENT.match(head):  # Parquet is read from its end
         yield from _parquet(handle, path, field, start)
     else:
         contents = _contents(handle, path, format)
@@ -130,8 +130,8 @@ def num_rows(handle: Any) -> int:
 
 def format_of(name: str) -> str | None:
     """Return the format that a file's suffix names, in any case, compressed or not."""
-    stem, found, suffix = name.lower().rpartition(".")
-    if found and f".{suffix}" in COMPRESSIONS:
+    stem, dot, suffix = name.lower().rpartition(".")
+    if dot and f".{suffix}" in COMPRESSIONS:
         suffix = stem.rpartition(".")[2]
     return next((format for format, suffixes in SUFFIXES.items() if f".{suffix}" in suffixes), None)
 
@@ -144,15 +144,15 @@ def is_hidden(parts: Sequence[str]) -> bool:
 def log_left_out(files: Sequence[object], kind: str) -> None:
     """Say in the log which files are left out."""
     if files:
-        what = counted(len(files), "file")
-        logger.warning("%s left out, which cannot be read as %s, such as %s", what, kind, files[0])
+        count = counted(len(files), "file")
+        logger.warning("%s left out, which cannot be read as %s, such as %s", count, kind, files[0])
 
 
 def _contents(handle: Any, path: str, format: str) -> Iterator[io.BufferedReader]:
     """Yield a file decompressed and without byte order mark, or each file of an archive."""
-    found = _CONTENT.match(handle.read(16))
+    match = _CONTENT.match(handle.read(16))
     handle.seek(0)
-    kind = found.lastgroup if found else None
+    kind = match.lastgroup if match else None
     # not a document of an office program
     if kind == "zip" and (format != "text" or path.lower().endswith(".zip")):
         with zipfile.ZipFile(handle) as archive:
@@ -207,7 +207,7 @@ def _text(content: io.BufferedReader, path: str, field: str | None) -> Iterator[
 
 
 def _json(content: io.BufferedReader, path: str, field: str | None) -> Iterator[_Row]:
-    # of the rows so far, while none has the field
+    # names in the rows so far, until one has the field
     fields: set[str] | None = None if field is None else set()
     for number, row in enumerate(_json_rows(content, field is None), 1):
         if isinstance(row, str):  # a list of strings
@@ -225,16 +225,16 @@ def _json(content: io.BufferedReader, path: str, field: str | None) -> Iterator[
 
 def _json_rows(content: Any, numbers: bool) -> Iterator[object]:
     """Yield the rows of JSON lines, or the error of a bad one; else those of one JSON document."""
-    # Numbers that nobody looks at may have more digits than Python converts.
+    # Numbers that are not used may have more digits than Python converts.
     parse_int = None if numbers else lambda digits: 0
     decoder, number, line = json.JSONDecoder(strict=False, parse_int=parse_int), 0, b""
 
-    def decoded(value: bytes, what: str) -> object:
+    def decoded(value: bytes, name: str) -> object:
         try:
             return decoder.decode(value.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
-            raise ValueError(f"{what} is no {kind} ({error})") from error
+            raise ValueError(f"{name} is no {kind} ({error})") from error
 
     if not content.peek(_BLOCK).lstrip().startswith(b"["):
         for line in iter(lambda: content.readline(_LONGEST), b""):
@@ -246,7 +246,7 @@ def _json_rows(content: Any, numbers: bool) -> Iterator[object]:
             except ValueError as error:
                 length = len(line.decode(errors="replace").rstrip())
                 if number == 1 and getattr(error.__cause__, "pos", -1) >= length:
-                    break  # it goes on in the next line
+                    break  # the value goes on in the next line
                 row = error
             yield row
         else:
@@ -290,7 +290,7 @@ def _arrow(content: io.BufferedReader, path: str, field: str | None) -> Iterator
 def _parquet_file(handle: Any) -> Any:
     from pyarrow import parquet
 
-    # else a whole group is in memory
+    # without these a whole row group is in memory
     return parquet.ParquetFile(handle, buffer_size=8 * _BLOCK, pre_buffer=False)
 
 
@@ -328,7 +328,7 @@ def _table_rows(batches: Any, schema: Any, path: str, field: str | None) -> Iter
         raise NoFieldError(path, field, schema.names)
     kind = schema.types[schema.names.index(field)]
     if not is_text(kind) and not module.types.is_null(kind):
-        names = [one.name for one in schema if is_text(one.type)]
+        names = [column.name for column in schema if is_text(column.type)]
         raise _holds_no_text(path, field, str(kind), names)
     for batch in batches:
         column = batch.column(batch.schema.names.index(field))

@@ -32,7 +32,7 @@ from diloco.data.formats import (
     read_rows,
 )
 from diloco.data.numbered import permuted
-from diloco.data.packing import Packer, encode
+from diloco.data.packing import Packer, encode_rows
 from diloco.data.sources import as_data_error, files_below
 from diloco.data.tokenizers import Tokenizer
 from diloco.errors import DataError, DilocoError
@@ -46,7 +46,7 @@ T = TypeVar("T")
 HUB_REMEDY = "check it, data.subset, data.split and the network"
 MANY_FILES = 64
 RETRIES_S = (1, 2, 5, 10, 20, 40)  # waits before a file is opened again whose connection broke
-# farther on in a Parquet file, to open it again is cheaper than to decode what is between
+# For a longer jump in a Parquet file, opening it again is cheaper than decoding the rows between.
 JUMP_ROWS = 10_000
 
 
@@ -72,9 +72,9 @@ class HubFiles:
         if self.open is open:
             names = [f"{os.path.basename(file)} {os.path.getsize(file)}" for file in names]
         digest = blake3("\n".join(names).encode()).hexdigest()[:16]
-        # 0: how many sequences there are is not known
+        # 0: the number of sequences is unknown
         self.digest = f"{digest}-0x{self.sequence_length}"
-        # once there is some, neither a file without the column nor one that is damaged ends the run
+        # Once there was text, a file that is damaged or lacks the column does not end the run.
         self._has_text, self._odd = False, OddRows("mend that row, or choose other data", live=True)
         some = list(islice(filter(None, self._all_rows()), 100))
         self._odd.close()
@@ -98,7 +98,7 @@ class HubFiles:
         # Reads 1 / data.holdout times the text that it returns, once per run.
         packer = Packer(self.sequence_length, self.tokenizer)
         for row in self._all_rows() if self.settings.holdout else ():
-            [documents] = encode([row], self.settings, self.tokenizer, held_out=True)
+            [documents] = encode_rows([row], self.settings, self.tokenizer, held_out=True)
             for document in documents:
                 packer.add(document.tokens)
             if len(packer) >= sequences:
@@ -112,8 +112,8 @@ class HubFiles:
         return torch.from_numpy(packer.take(min(sequences, len(packer))).astype(np.int64))
 
     def reading(self, file: int | None = None) -> AbstractContextManager[None]:
-        what = self.settings.name if file is None else self.files[file]
-        return as_data_error(f"data.name: {what}", HUB_REMEDY)
+        name = self.settings.name if file is None else self.files[file]
+        return as_data_error(f"data.name: {name}", HUB_REMEDY)
 
     def rows_of(self, file: int, handle: Any, start: int) -> Iterator[bytes | None]:
         """Yield the rows of a file from row `start` on, and None at its end."""
@@ -129,7 +129,7 @@ class HubFiles:
                 raise
             line = "%s: from row %d on its rows are left out: %s"
             logger.warning(line, path, row + 1, one_line(error))
-            if self.format == "parquet":  # whose length others have from the file itself
+            if self.format == "parquet":  # other peers read its length from the file
                 yield from repeat(b"", num_rows(handle) - row)
         yield None
 
@@ -204,9 +204,9 @@ class Reader:
             while True:
                 try:
                     with dataset.open(dataset.files[file], "rb") as handle:
-                        for found in read(handle, row):
+                        for item in read(handle, row):
                             row, waits = row + 1, iter(RETRIES_S)
-                            yield found
+                            yield item
                         return
                 except Exception as error:  # each library has its own
                     is_fault = isinstance(error, DilocoError | ImportError | ValueError)
@@ -236,20 +236,20 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
     module.disable_progress_bars()
     name, revision, links = settings.name or "", settings.revision, dict[str, Path]()
     folder = Path(os.path.expanduser(name))
-    with TemporaryDirectory(prefix="diloco-") as place:
+    with TemporaryDirectory(prefix="diloco-") as scratch:
         if revision is None and folder.is_file():
             raise DataError(
                 f"data.name: {name} is a file; give its folder, or use data=json data.path=FILE"
             )
         if revision is None and folder.is_dir():
-            where = os.path.join(os.path.realpath(place), "data")
+            where = os.path.join(os.path.realpath(scratch), "data")
             start, links = f"{where}/", _links(folder, Path(where))
         else:
             check_reachable("data.name", "dataset", name, revision)
             revision = revision or commit_of("dataset", name)
             where, start = f"hf://datasets/{name}", f"hf://datasets/{name}@{revision}/"
         try:
-            options = {"name": settings.subset, "revision": revision, "cache_dir": place}
+            options = {"name": settings.subset, "revision": revision, "cache_dir": scratch}
             builder = module.load_dataset_builder(where, **options)
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -265,9 +265,9 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
     files = [file for split in splits.values() for file in split]
     strange = [f for f in files if not f.startswith(start) or "::" in f or "/../" in f]
     if strange or not files:
-        said = f"reads {show(strange[0])}" if strange else "names no files"
+        reason = f"reads {show(strange[0])}" if strange else "names no files"
         raise DataError(
-            f"data.name: {name} {said}, and not files of its own; choose another dataset"
+            f"data.name: {name} {reason}, and not files of its own; choose another dataset"
         )
     if settings.split not in splits:
         raise DataError(
@@ -279,11 +279,11 @@ def find_files(settings: DataConfig) -> tuple[str, list[str], Callable[[str, str
     return (kind, [str(links[file]) for file in chosen], open) if links else (kind, chosen, opened)
 
 
-def _links(folder: Path, place: Path) -> dict[str, Path]:
+def _links(folder: Path, scratch: Path) -> dict[str, Path]:
     """Link to the files of a folder, under names without characters of `datasets` patterns."""
     links = {}
     for number, file in enumerate(files_below(folder)):
-        link = place / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
+        link = scratch / re.sub(r"[][*?:]+", f"_{number}_", str(file.relative_to(folder)))
         stem, _, suffix = link.name.partition(".")
         if format_of(file.name) and suffix != suffix.lower():
             link = link.with_name(f"{stem}-{number}.{suffix.lower()}")

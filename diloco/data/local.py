@@ -37,7 +37,7 @@ from diloco.data.tokenizers import Tokenizer, token_dtype
 from diloco.data.tokens import OnProgress, TokenList, tokens_of
 from diloco.errors import DataError
 
-# What llm.c's files begin with: bytes before the ids, and by the first number the type of these
+# The header of llm.c's files: its bytes, and the type of the ids by its first number
 HEADER, MAGIC = 1024, {20240520: "uint16", 20240801: "uint32"}
 LOOKED_AT = 1 << 24  # ids at a time
 
@@ -68,18 +68,20 @@ class LocalDataset:
             self.held_out, self._counts = [held_out], sequences_per_block([1.0])
             total = len(self.training)
         else:
-            names, weights = zip(*((one.name, one.weight) for one in settings.mixture), strict=True)
+            mixture, marks = settings.mixture, settings.has_conversations
+            names, weights = zip(*((part.name, part.weight) for part in mixture), strict=True)
             sources = []
-            for one in settings.mixture:
-                place: dict[str, Any] = {
-                    "path": settings.paths.get(one.name),
+            for part in mixture:
+                own: dict[str, Any] = {
+                    "source": part.source,
+                    "field": part.field,
+                    "format": part.format,
+                    "path": settings.paths.get(part.name),
                     "mixture": (),
                     "paths": {},
                 }
-                own = {"source": one.source, "field": one.field, "format": one.format, **place}
-                part = settings.model_copy(update=own)
-                marks = settings.has_conversations
-                sources.append(_sequences(part, one.name, tokenizer, on_progress, marks))
+                alone = settings.model_copy(update=own)
+                sources.append(_sequences(alone, part.name, tokenizer, on_progress, marks))
             rows, self.held_out, descriptions = map(list, zip(*sources, strict=True))
             self.training = Mixture(names, rows, weights)
             self._counts, total = self.training.counts, sum(map(len, rows))
@@ -114,14 +116,14 @@ class LocalDataset:
         # In file order they would be of one or two documents. The order does not depend on the
         # seed.
         sequences = min(sequences, MIXTURE_BLOCK * max(map(len, self.held_out)))
-        found: list[NDArray[Any]] = []
+        held: list[NDArray[Any]] = []
         order = mixture_positions(np.arange(sequences), "holdout", self._counts)
         for source, rank in zip(*order, strict=True):
             rows = self.held_out[source]
             if rank < len(rows):
-                found.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
+                held.append(rows[permuted(np.array([rank]), len(rows), "holdout")])
         shape = self.held_out[0].shape[1:]
-        return torch.from_numpy(np.array(found, np.int64).reshape(-1, *shape))
+        return torch.from_numpy(np.array(held, np.int64).reshape(-1, *shape))
 
 
 def _sequences(
@@ -141,9 +143,9 @@ def _sequences(
     )
     paths = "" if settings.path is None else f" in {', '.join(settings.path)}"
     where = f"{settings.source}{paths}"
-    what = f"data.source={where}" if name is None else f"{name} of data.mixture ({where})"
+    source = f"data.source={where}" if name is None else f"{name} of data.mixture ({where})"
     if not tokens.documents:
-        raise DataError(f"{what} has no text; give files that are not empty")
+        raise DataError(f"{source} has no text; give files that are not empty")
     if not len(training) or (settings.holdout and not len(held_out)):
         missing, other = ("held-out", "larger") if len(training) else ("training", "smaller")
         total = tokens.training.size + tokens.held_out.size
@@ -151,7 +153,7 @@ def _sequences(
         raise DataError(
             f"data.holdout: {settings.holdout} of {tokens.documents} documents leaves no {missing}"
             f" sequence of {length} tokens; start the run with {shorter}data.holdout=0 (no held-out"
-            f" loss) or a {other} one, or add text to {what}"
+            f" loss) or a {other} one, or add text to {source}"
         )
     description = (
         f"{where}: {tokens.documents:,} documents, {tokens.num_bytes / 1e6:.1f} MB,"
@@ -227,10 +229,10 @@ def _joined(parts: list[Ids]) -> Ids:
 
 def _mapped(file: Path, dtype: str | None) -> Ids:
     if file.suffix.lower() == ".npy":
-        found: Ids = np.load(file, mmap_mode="r", allow_pickle=False).reshape(-1)
-        if found.dtype.kind not in "iu":
-            raise ValueError(f"it holds {found.dtype}, and no integers")
-        return found
+        ids: Ids = np.load(file, mmap_mode="r", allow_pickle=False).reshape(-1)
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"it holds {ids.dtype}, and no integers")
+        return ids
     if dtype is None:
         raise ValueError("its numbers may be of any type; set data.dtype, such as uint16")
     total, head = file.stat().st_size, np.fromfile(file, np.uint32, HEADER // 4).tolist()
@@ -251,9 +253,9 @@ def _mapped(file: Path, dtype: str | None) -> Ids:
 
 def _lists(handle: Any, field: str) -> Iterator[Ids]:
     for value in parquet_columns(handle, field):
-        found = getattr(value, "values", None)  # of a list that is not null
-        ids = np.zeros(0, np.uint8) if found is None else found.to_numpy(zero_copy_only=False)
-        if ids.dtype.kind not in "iu" or (found is None and value.is_valid):
+        values = getattr(value, "values", None)  # of a list that is not null
+        ids = np.zeros(0, np.uint8) if values is None else values.to_numpy(zero_copy_only=False)
+        if ids.dtype.kind not in "iu" or (values is None and value.is_valid):
             raise ValueError(f"data.field={field} holds no lists of integers")
         if ids.size:
             yield ids

@@ -77,13 +77,13 @@ class SequenceArray:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             chosen[here] = permuted(positions[here], len(self.rows), f"{order}/{epoch}")
-        found: NDArray[Any] = np.asarray(self.rows[chosen])
-        return marked(found) if self._marks else found
+        sequences: NDArray[Any] = np.asarray(self.rows[chosen])
+        return marked(sequences) if self._marks else sequences
 
 
 def marked(rows: NDArray[Any]) -> NDArray[Any]:
-    """Bring rows of plain text, (N, T), into the form of `conversations.pack`, (N, 2, T): one
-    segment, all learned."""
+    """Bring rows of plain text, (N, T), into the form (N, 2, T) of `conversations.pack_samples`:
+    one segment, all learned."""
     if rows.ndim == 3:
         return rows
     marks = np.full(rows.shape, 3, np.int32)
@@ -99,18 +99,18 @@ class Mixture:
     ) -> None:
         self.names, self.sources, self.counts = names, sources, sequences_per_block(weights)
         content = zip(names, self.counts, sources, strict=True)
-        text = " ".join(f"{name}/{count}/{one.digest}" for name, count, one in content)
+        text = " ".join(f"{name}/{count}/{source.digest}" for name, count, source in content)
         self.digest = blake3(text.encode()).hexdigest()[:16]
 
     def read(self, numbers: Numbers, order: str) -> NDArray[Any]:
         sources, ranks = mixture_positions(numbers, order, self.counts)
         named = enumerate(zip(self.names, self.sources, strict=True))
         rows = np.concatenate(
-            [one.read(ranks[sources == index], f"{order}/{name}") for index, (name, one) in named]
+            [data.read(ranks[sources == index], f"{order}/{name}") for index, (name, data) in named]
         )
-        found = np.empty_like(rows)
-        found[np.argsort(sources, kind="stable")] = rows
-        return found
+        sequences = np.empty_like(rows)
+        sequences[np.argsort(sources, kind="stable")] = rows
+        return sequences
 
 
 def sequences_per_block(weights: Sequence[float]) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class NumberedStream:
 
     def make(self, plan: Plan) -> Tensor:
         order, ranges = plan
-        numbers = np.concatenate([np.asarray(one, np.int64) for one in ranges])
+        numbers = np.concatenate([np.asarray(part, np.int64) for part in ranges])
         own = numbers[self._rank :: self._size]
         return torch.from_numpy(self._source.read(own, order).astype(np.int64))
 

@@ -1,7 +1,7 @@
 """From a row of a file to rows of tokens: documents, hold-out, tokens, and their packing.
 
-`encode` makes tokens of a row's documents and says which are held out; a `Packer` puts documents
-together and cuts them into sequences.
+`encode_rows` tokenises the documents of rows and says which are held out; a `Packer` concatenates
+documents and cuts them into sequences.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Document(NamedTuple):
     held_out: bool
 
 
-def encode(
+def encode_rows(
     rows: Sequence[bytes], settings: DataConfig, tokenizer: Tokenizer, held_out: bool | None = None
 ) -> list[list[Document]]:
     """Tokenise the documents of each row; `held_out` selects one side, None both.

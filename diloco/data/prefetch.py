@@ -22,7 +22,7 @@ from torch import Tensor
 Made = Future[Tensor | None]
 
 AHEAD = 8  # batches
-# A worker that waits for the network longer than that is left to the end of the process.
+# A worker that does not end in this time, as it waits for the network, is left behind.
 END_S = 1.0
 
 
@@ -82,9 +82,9 @@ class Prefetched:
         coming = self._stream.ahead(self._depth)
         for wrong in self._foreseen.keys() - set(coming):
             self._foreseen.pop(wrong).cancel()
-        for one in coming:
-            if one not in self._foreseen:
-                self._foreseen[one] = self._order(one)
+        for following in coming:
+            if following not in self._foreseen:
+                self._foreseen[following] = self._order(following)
         if (made := batch.result()) is None:
             self._drop()
             made = self._stream.make(plan)
@@ -120,7 +120,7 @@ class Prefetched:
         return batch
 
     def _work(self) -> None:
-        # or pinned memory would belong to the first device, whichever this process has
+        # else pinned memory would belong to the first device of the machine
         if self._device is not None:
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
@@ -132,6 +132,6 @@ class Prefetched:
                 if made is not None and self._device is not None:
                     made = made.pin_memory()
                 batch.set_result(made)
-            except BaseException as error:  # it is the training thread's
+            except BaseException as error:  # the training thread raises it
                 batch.set_exception(error)
             del job, batch

@@ -22,15 +22,15 @@ from diloco.text import counted
 # generated tables, constants of one machine, tests, and packages that are not part of the library
 _STDLIB_SKIPPED = set("__pycache__ dist-packages encodings idlelib lib2to3 pydoc_data".split())
 _STDLIB_SKIPPED |= {"site-packages", "test", "tests"}
-# which datasets on the hub have beside their data
+# files that datasets on the hub have beside their data
 _ABOUT_DATA = set(
     "config.json dataset_dict.json dataset_info.json dataset_infos.json state.json".split()
 )
-# pieces of a file, 64 MiB, in which it has to be text; what comes later is an error
+# The first pieces of a file, 64 MiB, decide if it is text; a later fault is an error.
 _LOOKED_AT = 1 << 14
 
 ROW_SOURCES = ("json", "parquet")  # rows with fields, in files of any format that has these
-# of files that a folder in `data.path` stands for
+# suffixes of files that a folder in `data.path` stands for
 _KINDS = {**SUFFIXES, "tokens": (".bin", ".npy", ".parquet")}
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ def rows_of(settings: DataConfig, files: Sequence[Path]) -> Iterator[bytes]:
         return
     if settings.source in DATA_SOURCES.found:
         with as_data_error(f"data.source={settings.source}", "mend it"):
-            found = DATA_SOURCES[settings.source].documents(settings)
-            yield from (text.encode() for text in found if text)
+            documents = DATA_SOURCES[settings.source].documents(settings)
+            yield from (text.encode() for text in documents if text)
         return
     kind, empty, odd = settings.source, 0, OddRows("mend that row, or leave it out")
     remedy = f"make it readable as {kind}, or leave it out"
@@ -81,9 +81,9 @@ def files_of(settings: DataConfig) -> list[Path]:
     A directory in `data.path` stands for all files below it that the source can read and that are
     not hidden. A line of the log says how many others there are.
     """
-    found, odd = list[Path](), list[Path]()
+    files, odd = list[Path](), list[Path]()
     if settings.source in DATA_SOURCES.found:
-        return found
+        return files
     for given in settings.path or ():
         with as_data_error(f"data.path: {given}", "make it readable"):
             path = Path(os.path.expanduser(given))
@@ -94,7 +94,7 @@ def files_of(settings: DataConfig) -> list[Path]:
                     f"data.path: {given} is no file that stays; give a file or a directory"
                 )
             if path.is_file():
-                found.append(path)
+                files.append(path)
                 continue
             inside = files_below(path)
             fitting = [file for file in inside if _fits(file, settings.source)]
@@ -109,10 +109,10 @@ def files_of(settings: DataConfig) -> list[Path]:
                     f"data.path: {given} has no {kinds} files in it{beside if inside else ''}; give"
                     " a file or a directory with some"
                 )
-            found += fitting
+            files += fitting
             odd += sorted({*inside} - {*fitting})
     log_left_out(odd, settings.source)
-    return found
+    return files
 
 
 def kind_of(file: Path, source: str) -> str:
@@ -128,17 +128,17 @@ def files_below(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    found, seen = list[Path](), set[str]()
+    files, seen = list[Path](), set[str]()
     root = os.path.realpath(folder)
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen or (seen and os.path.islink(place) and real.startswith(f"{root}/")):
-            folders.clear()  # what is inside is read at its own place
+    for directory, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(directory)
+        if real in seen or (seen and os.path.islink(directory) and real.startswith(f"{root}/")):
+            folders.clear()  # its files are listed under the folder's real path
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not is_hidden([name]))
-        found += [Path(place, name) for name in names if not is_hidden([name])]
-    return sorted(found)
+        files += [Path(directory, name) for name in names if not is_hidden([name])]
+    return sorted(files)
 
 
 def _fits(file: Path, source: str) -> bool:
@@ -161,7 +161,7 @@ def _fits(file: Path, source: str) -> bool:
 
 
 @contextlib.contextmanager
-def as_data_error(what: str, remedy: str) -> Iterator[None]:
+def as_data_error(subject: str, remedy: str) -> Iterator[None]:
     """Turn an exception of a reader inside the block into a DataError `what: exception; remedy`."""
     try:
         yield
@@ -171,14 +171,14 @@ def as_data_error(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:
-            text, place = error.strerror, str(error.filename or "")
-            if place not in what:  # a cache, a folder for copies
-                what = f"{what.partition(':')[0]}: {place}"
+            text, path = error.strerror, str(error.filename or "")
+            if path not in subject:  # a cache, a folder for copies
+                subject = f"{subject.partition(':')[0]}: {path}"
                 remedy = "make that path usable, the data are not at fault"
         elif isinstance(error, MemoryError):
             text, remedy = "this machine is out of memory", "free some"
         raise DataError(
-            f"{what}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}"
+            f"{subject}: {text[:300].rstrip('.') or type(error).__name__}; {remedy}"
         ) from error
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from diloco.data.hub_files import HubFiles, Reader
 from diloco.data.numbered import Leases, no_position, warn_of_other_data
-from diloco.data.packing import Document, Packer, encode
+from diloco.data.packing import Document, Packer, encode_rows
 from diloco.data.prefetch import AHEAD
 from diloco.errors import DataError
 from diloco.ranges import difference, union
@@ -96,7 +96,7 @@ class HubStream:
         self._rows = rows
         self._reader = Reader(dataset)
         self._lock = threading.Lock()  # held by the thread that reads
-        self._newest = 0  # behind all units that were taken
+        self._newest = 0  # the end of all taken units
         self._begin([], 0, [])
 
     def _begin(self, units: Iterable[range], row: int, waiting: list[int]) -> None:
@@ -122,13 +122,13 @@ class HubStream:
     def plan(self) -> int:
         """Take enough units for the next batch, and return its number."""
         done, plan, by_file = self._forget(), self._planned + 1, self._dataset.by_file
-        # of a batch, in units
-        one = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)
-        ahead = 1 if by_file else one * (AHEAD + 2)
-        while self._num_taken - done < ahead and self._take(one):
+        # units in a batch
+        units = math.ceil(done / self._planned) if done else self._dataset.units(self._batch_size)
+        ahead = 1 if by_file else units * (AHEAD + 2)
+        while self._num_taken - done < ahead and self._take(units):
             pass
         while not self._suffices(plan):
-            if self._take(max(1, one >> self._failures)):
+            if self._take(max(1, units >> self._failures)):
                 self._failures = 0
             elif self._failures < LEASE_TRIES:
                 self._failures += 1
@@ -149,15 +149,15 @@ class HubStream:
 
     def _take(self, number: int) -> bool:
         units = self._leases.take(number)
-        self._add(range(*one) for one in units or ())
+        self._add(range(*unit) for unit in units or ())
         return units is not None
 
     def _add(self, units: Iterable[range]) -> None:
-        for one in units:
-            self._pending.append(one)
-            self._taken.extend(one)
-            self._num_taken += len(one)
-            self._newest = max(self._newest, one.stop)
+        for unit in units:
+            self._pending.append(unit)
+            self._taken.extend(unit)
+            self._num_taken += len(unit)
+            self._newest = max(self._newest, unit.stop)
 
     def _forget(self) -> int:
         """Drop from `_pending`, and count, the units read before the last batch was handed out."""
@@ -178,7 +178,7 @@ class HubStream:
             "lengths": sorted(self._reader.lengths.items()),
             "newest": self._newest,
             "shard": self._shard,
-            "units": [[one.start, one.stop, one.step] for one in self._pending],
+            "units": [[unit.start, unit.stop, unit.step] for unit in self._pending],
             "row": row,
             "waiting": waiting.tolist(),
         }
@@ -223,7 +223,7 @@ class HubStream:
 
     def _suffices(self, plan: int) -> bool:
         """Return True if the batch is made, or taken units suffice for it; equal on all ranks."""
-        if self._made >= plan:  # without waiting for what the worker reads
+        if self._made >= plan:  # first without the lock, which a reading worker holds
             return True
         with self._lock:
             return self._made >= plan or self._fill()
@@ -232,13 +232,13 @@ class HubStream:
         """Pack rows until there is a batch, and no more; False if that needs more units."""
         while len(self._packer) < self._batch_size:
             try:
-                found = next(self._encoded)
-            except Exception as error:  # with which the generator has ended
+                encoded = next(self._encoded)
+            except Exception as error:  # it has ended the generator: raise it again
                 self._fault = self._fault or error
                 raise self._fault from None
-            if found is None:
+            if encoded is None:
                 return False
-            done, row, documents = found
+            done, row, documents = encoded
             self._read = done, row
             for document in documents:
                 self._packer.add(document.tokens)
@@ -253,12 +253,12 @@ class HubStream:
             some, num_bytes = list[tuple[int, int, bytes]](), 0
             missing = (self._batch_size - len(self._packer)) * dataset.sequence_length
             while num_bytes < missing * BYTES_PER_TOKEN and len(some) < ROWS_AT_ONCE:
-                if (found := next(rows)) is None:
+                if (position := next(rows)) is None:
                     break
-                some.append(found)
-                num_bytes += len(found[2])
+                some.append(position)
+                num_bytes += len(position[2])
             texts = [text for *_, text in some]
-            encoded = encode(texts, dataset.settings, dataset.tokenizer, held_out=False)
+            encoded = encode_rows(texts, dataset.settings, dataset.tokenizer, held_out=False)
             for (done, number, _), documents in zip(some, encoded, strict=True):
                 barren = 0 if documents else barren + 1
                 if len(lengths) == len(dataset.files) and barren > sum(lengths.values()):

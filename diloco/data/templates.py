@@ -25,7 +25,7 @@ Message = dict[str, Any]
 Answers = tuple[str, list[tuple[int, int]]]
 """A text, and where the answers are in it, in characters."""
 
-_BEGIN, _END = "\ufdd0\ufdd1"  # which no text has: Unicode keeps them for such use
+_BEGIN, _END = "\ufdd0\ufdd1"  # noncharacters of Unicode, which no text has
 _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _OPEN_TAG = re.compile(r"(?:[<\[][^<>\[\]\s]*)?$")
 _PROBE = "QUESTIONMARK"  # a text that no template writes by itself
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._eos = tokenizer.eos_token or "\0"  # with which only the last answer may end
+        self._eos = tokenizer.eos_token or "\0"  # only the last answer may end with it
 
     def question(self, text: str) -> str:
         """Render a user's message and the prompt for an answer; raises what the template raises."""
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     def _told_apart(self, messages: Sequence[Message], render: Callable[..., str]) -> list[Answers]:
         """Find each answer by what the template adds to the messages before it."""
-        found = list[Answers]()
+        answers = list[Answers]()
         for number, answer in reversed(list(enumerate(messages))):
             if answer["role"] != "assistant":
                 continue
@@ -94,13 +94,15 @@ class ChatTemplate:
                 raise ValueError(f"the chat template leaves {lost[0]!r} out of an answer")
             if self._ends_none:
                 after += self._next_begins(answer, messages[number + 1 : number + 2], render)
-            text, short = found[-1][0] if found else "", after.removesuffix(self._eos)
+            text, short = answers[-1][0] if answers else "", after.removesuffix(self._eos)
             if text.startswith(short) and not short.endswith(answer["content"]):
-                after = after if text.startswith(after) else short  # only the last one has it
+                after = (
+                    after if text.startswith(after) else short
+                )  # only the last answer has the end token
             if not text.startswith(after):
-                found.append((after, []))
-            found[-1][1].append((begin, len(after)))
-        return found[::-1]
+                answers.append((after, []))
+            answers[-1][1].append((begin, len(after)))
+        return answers[::-1]
 
     def _next_begins(
         self, answer: Message, following: Sequence[Message], render: Callable[..., str]
@@ -144,9 +146,10 @@ def _said(role: str) -> Message:
     return {"role": role, "content": _PROBE}
 
 
-def _num_shared(one: str, other: str) -> int:
+def _num_shared(*texts: str) -> int:
     """Return the length of the common prefix of two texts."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    pairs = zip(*texts, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _words(answer: Message) -> list[str]:

@@ -26,7 +26,7 @@ ChatPart = tuple[list[int], list[bool]]
 
 MAX_IDS = 2**24  # of a vocabulary; no model has more
 MAX_TOKENIZER_BYTES = 2**28  # the largest public vocabularies have some 40 MB
-# in a model directory: its tokenizer is ours, and no other needs to be loaded
+# This file marks a model directory whose tokenizer is `ByteTokenizer`.
 _MARKER = "diloco.json"
 
 
@@ -184,11 +184,11 @@ class HubTokenizer:
         library: Any = transformers  # its functions have no annotations
         library.logging.set_verbosity_error()
         local = Path(name).expanduser()
-        place = str(local) if local.is_dir() else name
+        source = str(local) if local.is_dir() else name
         load = functools.partial(library.AutoTokenizer.from_pretrained, trust_remote_code=False)
         try:
             try:
-                loaded = load(place, local_files_only=True)
+                loaded = load(source, local_files_only=True)
             except Exception:
                 if local.exists() or local.is_absolute():
                     raise
@@ -263,10 +263,10 @@ class HubTokenizer:
             return _encode_plainly(self, messages)
         parts = []
         for text, spans in self._template.answers(messages, tools):
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            offsets = found["offset_mapping"]
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = encoded["offset_mapping"]
             marks = [any(start < e and b < end for b, e in spans) for start, end in offsets]
-            parts.append((list(found["input_ids"]), marks))
+            parts.append((list(encoded["input_ids"]), marks))
         return parts
 
     def question(self, text: str) -> str:
@@ -275,11 +275,11 @@ class HubTokenizer:
         try:
             return self._template.question(text)
         except Exception as error:  # of jinja, and whatever a template calls
-            what = f"data.tokenizer: the chat template of {self._name} refuses a user's question"
-            raise DataError(f"{what}: {one_line(error)}; give one that takes it") from error
+            refusal = f"data.tokenizer: the chat template of {self._name} refuses a user's question"
+            raise DataError(f"{refusal}: {one_line(error)}; give one that takes it") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # of a model with a padded vocabulary
+        # a padded vocabulary has ids without a token
         known = [token for token in tokens if token < self.vocab_size]
         text: str = self._tokenizer.decode(known, skip_special_tokens=True)
         return text
@@ -291,10 +291,10 @@ class HubTokenizer:
         self._tokenizer.save_pretrained(directory)
 
 
-def _as_written(loaded: Any, place: Path) -> Any:
+def _as_written(loaded: Any, directory: Path) -> Any:
     """Load tokenizer.json itself: for the configs of some models, such as qwen2, transformers makes
     another tokenizer out of its vocabulary."""
-    if not (file := place / "tokenizer.json").is_file():
+    if not (file := directory / "tokenizer.json").is_file():
         return loaded
     import transformers
 
@@ -306,7 +306,7 @@ def _as_written(loaded: Any, place: Path) -> Any:
     known, names = written.get_vocab(), loaded.special_tokens_map
     special = {name: token for name, token in names.items() if token in known}
     library: Any = transformers  # its functions have no annotations
-    return library.PreTrainedTokenizerFast.from_pretrained(str(place), **special)
+    return library.PreTrainedTokenizerFast.from_pretrained(str(directory), **special)
 
 
 def _begin_of(loaded: Any) -> list[int]:

@@ -34,7 +34,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.config import DataConfig
-from diloco.data.packing import Packer, encode
+from diloco.data.packing import Packer, encode_rows
 from diloco.data.sources import as_data_error, files_of, rows_of
 from diloco.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 from diloco.errors import DataError
@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int], None]
 VERSION = 4  # of the files
 PROGRESS_S = 0.5
 FILES_FROM_BYTES = 1 << 20  # of text: to read less again takes a second or less
-FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which has nothing to do
+FILES_FROM_BYTES_OF_BYTES = 64 << 20  # with the byte tokenizer, which only copies
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20  # per task: few enough to be in memory several times
 # A tokenizer's threads stand still while rows are read and packed, so several processes are faster;
 # to begin one takes seconds.
@@ -88,12 +88,12 @@ def tokens_of(settings: DataConfig, tokenizer: Tokenizer, on_progress: OnProgres
     def write(streams: Sequence[BinaryIO]) -> dict[str, Any]:
         return _write(streams, parts, lambda done: on_progress(done, max(total, done)))
 
-    place = _directory(settings.cache)
+    directory = _directory(settings.cache)
     try:
-        return _kept(place / _key(settings, files, tokenizer), dtype, write)
+        return _kept(directory / _key(settings, files, tokenizer), dtype, write)
     except OSError as error:
         raise DataError(
-            f"data.cache={settings.cache}: {place} cannot hold the tokens"
+            f"data.cache={settings.cache}: {directory} cannot hold the tokens"
             f" ({error.strerror or error}); make room there, set data.cache to another directory,"
             " or data.cache=null to keep them in memory"
         ) from error
@@ -129,8 +129,8 @@ _Write = Callable[[Sequence[BinaryIO]], dict[str, Any]]
 
 def _kept(entry: Path, dtype: np.dtype[Any], write: _Write) -> TokenList:
     """Map an entry; if it is missing, one of the processes that want it makes it."""
-    if (found := _read(entry, dtype)) is not None:
-        return found
+    if (tokens := _read(entry, dtype)) is not None:
+        return tokens
     entry.parent.mkdir(parents=True, exist_ok=True)
     with entry.with_suffix(".lock").open("a") as lock:
         try:
@@ -140,11 +140,11 @@ def _kept(entry: Path, dtype: np.dtype[Any], write: _Write) -> TokenList:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             logger.debug("%s has no locks", entry.parent)
-        if (found := _read(entry, dtype)) is None:
+        if (tokens := _read(entry, dtype)) is None:
             _make(entry, dtype, write)
-            found = _read(entry, dtype)
-    assert found is not None, f"{entry} was made and cannot be read"
-    return found
+            tokens = _read(entry, dtype)
+    assert tokens is not None, f"{entry} was made and cannot be read"
+    return tokens
 
 
 def _read(entry: Path, dtype: np.dtype[Any]) -> TokenList | None:
@@ -192,7 +192,8 @@ def _write(
     on_bytes: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Write training and held-out tokens; returns the other fields of their `TokenList`."""
-    digest, told_at, documents, num_bytes = blake3(), 0.0, 0, 0
+    digest, told_at = blake3(), 0.0
+    documents = num_bytes = 0
     for part in parts:
         digest.update(part.training.view(np.uint8).data)
         streams[0].write(part.training.data)
@@ -263,8 +264,8 @@ def _tokens_of(
     tokenizer = tokenizer or _own
     assert tokenizer is not None
     training, held_out = Packer(1, tokenizer), Packer(1, tokenizer)
-    documents = [one for row in encode(rows, settings, tokenizer) for one in row]
-    for one in documents:
-        (held_out if one.held_out else training).add(one.tokens)
+    documents = [document for row in encode_rows(rows, settings, tokenizer) for document in row]
+    for document in documents:
+        (held_out if document.held_out else training).add(document.tokens)
     arrays = [packer.take(len(packer)).reshape(-1) for packer in (training, held_out)]
     return TokenList(arrays[0], arrays[1], len(documents), sum(map(len, rows)))

@@ -1,5 +1,5 @@
 """The base class of all messages: it gives their kind, their place, and the roles that may send
-one."""
+it."""
 
 from __future__ import annotations
 

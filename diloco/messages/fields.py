@@ -65,10 +65,10 @@ def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
 
 
-def printable(one: Struct, *fields: str) -> None:
+def printable(message: Struct, *fields: str) -> None:
     """Replace, in `__post_init__`, control characters of text for people by spaces."""
     for field in fields:
-        force_setattr(one, field, plain(getattr(one, field)))
+        force_setattr(message, field, plain(getattr(message, field)))
 
 
 def forget_oldest(known: dict[Any, Any], most: int) -> None:

@@ -24,9 +24,9 @@ Key = tuple[fields.Tokens, str]
 """Work and id of a head. The heads of a fragment are ordered by it."""
 
 
-def digest(label: str, *what: object) -> str:
+def digest(label: str, *values: object) -> str:
     """Return the digest (hex) of basic values, lists, tuples and structs, for the use `label`."""
-    return blake3(msgspec.msgpack.encode((label, *what))).hexdigest()
+    return blake3(msgspec.msgpack.encode((label, *values))).hexdigest()
 
 
 class Signed(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_fields=True):

@@ -110,8 +110,8 @@ class FragmentRow(_Row, frozen=True):
     version: fields.Count
     work: fields.Tokens
     id: fields.Name
-    next: fields.Name  # whom it names as author
-    author: fields.Name | None  # who that is now
+    next: fields.Name  # the author that it names
+    author: fields.Name | None  # the present author
     here: fields.Count  # contributions
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
 
@@ -205,14 +205,14 @@ def _lines(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
-def pack(snapshot: Snapshot) -> list[bytes]:
+def pack_snapshot(snapshot: Snapshot) -> list[bytes]:
     """Cut a snapshot into pieces, one for each reply."""
     packed = zlib.compress(snapshot.json(), 3)
     assert len(packed) <= MAX_PACKED_BYTES, "the limits of a snapshot's lists are too wide"
     return [packed[at : at + MAX_PIECE_BYTES] for at in range(0, len(packed), MAX_PIECE_BYTES)]
 
 
-def unpack(packed: bytes) -> Snapshot:
+def unpack_snapshot(packed: bytes) -> Snapshot:
     """Decode untrusted bytes; `PayloadError` if they are no snapshot, or too large."""
     inflating = zlib.decompressobj()
     try:

@@ -1,5 +1,4 @@
-"""Causal language models of `transformers`; the other rooms reach them through this package
-only."""
+"""Causal language models of `transformers`; other rooms reach them through this package only."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from diloco.model.cross_entropy import (
     prepare_head_,
 )
 from diloco.model.files import Vocabulary, load, replacing, save
-from diloco.model.recipe import frozen_of, pack, recipe_of
+from diloco.model.recipe import frozen_of, recipe_of, tensor_bytes
 
 __all__ = [
     "NF4_BYTES",
@@ -53,11 +52,11 @@ __all__ = [
     "num_targets",
     "num_trained",
     "outline",
-    "pack",
     "prepare_head_",
     "recipe_of",
     "replacing",
     "save",
     "saved_state",
     "shrink_base_",
+    "tensor_bytes",
 ]

@@ -41,8 +41,8 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        what = f"model.adapter={settings.adapter} needs peft"
-        raise ConfigError(f"{what}; pip install 'diloco[lora]'") from None
+        refusal = f"model.adapter={settings.adapter} needs peft"
+        raise ConfigError(f"{refusal}; pip install 'diloco[lora]'") from None
     named = settings.adapter_targets
     targets = {"auto": None, "all-linear": "all-linear"}.get(named[0], list(named))
     recipe = LoraConfig(
@@ -62,8 +62,8 @@ def add_adapter_(model: nn.Module, settings: ModelConfig, seed: int) -> None:
             inject_adapter_in_model(recipe, model)
             default_generator.manual_seed(seed)  # peft has rounded to the dtype of the base
             for _, layer in _adapter_layers(model):
-                for one in layer.parameters():
-                    one.data = one.data.float() if one.requires_grad else one.data
+                for weight in layer.parameters():
+                    weight.data = weight.data.float() if weight.requires_grad else weight.data
                 layer.reset_lora_parameters("default", True)
     except ValueError as error:
         wrong, remedy = one_line(error).rstrip("."), "name layers of the model, or all-linear"
@@ -86,18 +86,18 @@ def _refuse_unlike(model: nn.Module, targets: Sequence[str]) -> None:
         kind = type(layer.get_base_layer())
         is_own = kind.__module__.startswith("transformers.models.")
         if issubclass(kind, nn.Linear) and is_own and kind.forward is not nn.Linear.forward:
-            what = f"{name} is a {kind.__name__}, for which peft has no adapter"
+            fault = f"{name} is a {kind.__name__}, for which peft has no adapter"
             raise ConfigError(
-                f"model.adapter_targets={','.join(targets)}: {what}; name other layers"
+                f"model.adapter_targets={','.join(targets)}: {fault}; name other layers"
             )
 
 
 def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:
     """Raise ConfigError for an adapter on a weight that other layers have, too: merging it would
     change those."""
-    users = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    users = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, layer in _adapter_layers(model):
-        if any(users[id(parameter)] > 1 for parameter in layer.get_base_layer().parameters()):
+        if any(users[id(weight)] > 1 for weight in layer.get_base_layer().parameters()):
             shared = f"{name} shares its weight with another layer"
             raise ConfigError(
                 f"model.adapter_targets={','.join(targets)}: {shared}, and an adapter of one would"
@@ -108,7 +108,8 @@ def _refuse_shared(model: nn.Module, targets: Sequence[str]) -> None:
 def _adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [(name, one) for name, one in model.named_modules() if isinstance(one, BaseTunerLayer)]
+    layers = model.named_modules()
+    return [(name, layer) for name, layer in layers if isinstance(layer, BaseTunerLayer)]
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -123,9 +124,9 @@ def base_parameters(model: nn.Module) -> dict[str, Tensor]:
         else ()
     )
     return {
-        name.replace(MARK, ""): one.detach()
-        for name, one in model.named_parameters()
-        if id(one) not in own
+        name.replace(MARK, ""): weight.detach()
+        for name, weight in model.named_parameters()
+        if id(weight) not in own
     }
 
 
@@ -154,8 +155,8 @@ def widen_(model: nn.Module) -> None:
     """Cast all but the `base_layers` to fp32; `shrink_base_` converts those anyway."""
     others = {*model.modules()} - {layer for _, _, layer in base_layers(model)}
     for module in others:
-        for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            one.data = one.data.float() if one.is_floating_point() else one.data
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
 
 
 def shrink_base_(model: nn.Module, form: str, precision: str) -> None:
@@ -187,7 +188,7 @@ def save_adapter(model: Any, directory: Path) -> None:
     from safetensors.torch import save_file
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    tensors = {f"base_model.model.{name}": one.contiguous() for name, one in state.items()}
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config["default"].save_pretrained(directory)
 

@@ -57,7 +57,7 @@ def build(
     """
     if has_files(settings):
         if settings.weights is None:
-            config_of(settings)  # which is small, and may be absurd
+            config_of(settings)  # refuses absurd numbers before layers are built
         else:
             _check_saved(settings)
         loaded: Any = load(directory_of(settings), key="model.path")
@@ -171,15 +171,15 @@ def directory_of(
 def _saved_config(directory: Path) -> Any:
     """Load the config of a directory in Hugging Face format."""
     check_directory(directory, "model.path")
-    place = f"model.path: {directory}"
+    source = f"model.path: {directory}"
     try:
         content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        _refuse_absurd(content, place)
+        _refuse_absurd(content, source)
         read = transformers().AutoConfig.from_pretrained
         return read(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{place} has no config.json that can be read: {one_line(error)}; give a directory in"
+            f"{source} has no config.json that can be read: {one_line(error)}; give a directory in"
             " Hugging Face format"
         ) from error
 
@@ -188,13 +188,13 @@ def _check_saved(settings: ModelConfig) -> None:
     """Raise ConfigError if a directory's config, which peers may have sent, is not the run's."""
     saved, ours = _saved_config(directory_of(settings)), config_of(settings)
     with torch.device("meta"), _refusals(settings):
-        sizes = {num_parameters(_from_config(one)) for one in (saved, ours)}
+        sizes = {num_parameters(_from_config(config)) for config in (saved, ours)}
     if len(sizes) > 1:
-        what = f"model.directory={settings.directory} holds another model"
-        raise ConfigError(f"{what}; give the directory of that one from which the run starts")
+        fault = f"model.directory={settings.directory} holds another model"
+        raise ConfigError(f"{fault}; give the directory of that one from which the run starts")
 
 
-def _refuse_absurd(config: object, place: str) -> None:
+def _refuse_absurd(config: object, source: str) -> None:
     """Raise ConfigError for a number that no real model has, as transformers makes lists of some
     numbers, and for kernels of the hub, which it would fetch and run."""
     if not isinstance(config, Mapping):
@@ -202,10 +202,10 @@ def _refuse_absurd(config: object, place: str) -> None:
     for key, value in flatten(config):
         if type(value) is int and abs(value) > MAX_CONFIG_NUMBER and "rope" not in key:
             most = f"more than {MAX_CONFIG_NUMBER}, and no model has so many"
-            raise ConfigError(f"{place}.{key}: {value} is {most}")
+            raise ConfigError(f"{source}.{key}: {value} is {most}")
         if "_implementation" in key and "/" in str(value):
             why = "is code of the hub, which no model here runs"
-            raise ConfigError(f"{place}.{key}: {value} {why}; drop it, and use train.attention")
+            raise ConfigError(f"{source}.{key}: {value} {why}; drop it, and use train.attention")
 
 
 @contextlib.contextmanager
@@ -214,8 +214,8 @@ def _refusals(settings: ModelConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = f"model.config: cannot build this {settings.model_type}"
-        raise ConfigError(f"{what}: {one_line(error)}; change it") from error
+        refusal = f"model.config: cannot build this {settings.model_type}"
+        raise ConfigError(f"{refusal}: {one_line(error)}; change it") from error
 
 
 def _from_config(config: Any) -> nn.Module:

@@ -44,7 +44,7 @@ def loss(model: Callable[..., Any], rows: Tensor) -> Tensor:
     """Return the mean cross entropy of each token given those before it, in nats; fp32.
 
     `rows` is (B, T) int64 on the model's device: the model predicts T - 1 tokens of each sequence;
-    it only reads the first. Or it is (B, 2, T) of `data.conversations.pack`: the model predicts
+    it only reads the first. Or it is (B, 2, T) of `conversations.pack_samples`: the model predicts
     the tokens that are learned, each from those before it in its segment. The softmax is fp32 also
     under autocast. One backward pass, without gradients of gradients.
     """
@@ -109,8 +109,8 @@ def check_causal(model: nn.Module) -> None:
     try:
         _, slope = _reach(model, IDS[:2], slice(0, 1))
     except (AttributeError, TypeError, ValueError) as error:  # a router may return a tuple
-        what = f"model.adapter_targets: {type(model).__name__} fails in a forward pass"
-        raise ConfigError(f"{what}: {one_line(error)}; name other layers") from error
+        fault = f"model.adapter_targets: {type(model).__name__} fails in a forward pass"
+        raise ConfigError(f"{fault}: {one_line(error)}; name other layers") from error
     if slope is not None and slope[1:].any():
         raise ConfigError(
             f"model.config: {type(model).__name__} sees the tokens that it is to predict; set"
@@ -124,7 +124,7 @@ def _reach(
     """Return logits (1, T, V), and the gradient of those at `of` by each input (T, D), or None
     without one in evaluation. A mask makes exact zeros of it; small weights do not."""
     device = next(model.parameters()).device
-    rows = {key: torch.tensor([one], device=device) for key, one in given.items()}
+    rows = {key: torch.tensor([values], device=device) for key, values in given.items()}
     inputs: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -207,8 +207,8 @@ def cross_entropy(
     Products are computed in the dtype of autocast or else of `hidden`, everything else in fp32,
     also the sum of the weight's gradient over chunks. A second backward pass raises RuntimeError.
     """
-    found: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
-    return found
+    mean: Tensor = _Chunked.apply(hidden, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
+    return mean
 
 
 class _Chunked(torch.autograd.Function):
@@ -264,8 +264,8 @@ class _Chunked(torch.autograd.Function):
             raise RuntimeError(f"{once}; compute it again for a second one")
         of_weight, ctx.of_weight = ctx.of_weight, None
         scale, pairs = slope / count, zip(of_weight, ctx.dtypes, strict=True)
-        found = [None if one is None else one.mul_(scale).to(dtype) for one, dtype in pairs]
-        return None if d_hidden is None else d_hidden * scale, *found, None, None
+        gradients = [None if grad is None else grad.mul_(scale).to(dtype) for grad, dtype in pairs]
+        return None if d_hidden is None else d_hidden * scale, *gradients, None, None
 
 
 def _slope_(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -119,9 +119,9 @@ def check_directory(path: Path, key: str) -> None:
         base = "another model"
         with suppress(OSError, ValueError, LookupError, TypeError):
             base = json.loads(adapter.read_bytes())["base_model_name_or_path"] or base
-        what = f"{key}: {path} is an adapter of {plain(base)}"
+        fault = f"{key}: {path} is an adapter of {plain(base)}"
         merge = "diloco export RUN DIR --merge, or merge_and_unload and save_pretrained of peft"
-        raise CheckpointError(f"{what}; merge it into that one ({merge}), and give the result")
+        raise CheckpointError(f"{fault}; merge it into that one ({merge}), and give the result")
     if not (path / "config.json").is_file():
         give = "give a directory in Hugging Face format"
         raise CheckpointError(f"{key}: {path} has no config.json; {give}")

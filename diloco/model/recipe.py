@@ -51,10 +51,10 @@ def recipe_of(model: Any) -> dict[str, Any]:
     """
     config, kind = model.config, type(model.config)
     allowed = allowed_names(kind)
-    told = {key: value for key, value in config.to_diff_dict().items() if key not in _ABOUT}
-    settings = {key: value for key, value in told.items() if key in allowed or is_extra(kind, key)}
-    # An infinity is no JSON; nobody has to say a default one.
-    endless = {key for key, one in settings.items() if "Infinity" in json.dumps(one, default=str)}
+    given = {key: value for key, value in config.to_diff_dict().items() if key not in _ABOUT}
+    settings = {key: value for key, value in given.items() if key in allowed or is_extra(kind, key)}
+    # JSON has no infinity; a default one may be left out.
+    endless = {key for key, item in settings.items() if "Infinity" in json.dumps(item, default=str)}
     generation = {} if model.generation_config is None else model.generation_config.to_diff_dict()
     generation = {key: value for key, value in generation.items() if key in _generation_names()}
     try:
@@ -64,17 +64,17 @@ def recipe_of(model: Any) -> dict[str, Any]:
             or {"use_cache": True},
             "generation": generation,
         }
-        said: dict[str, Any] = json.loads(json.dumps(recipe, allow_nan=False))
-        again = kind(**said["config"]).to_dict()
+        plain: dict[str, Any] = json.loads(json.dumps(recipe, allow_nan=False))
+        again = kind(**plain["config"]).to_dict()
     except Exception as error:  # the library's validators raise their own types
         wrong = "model.path: its config cannot be a setting of the run"
         raise ConfigError(f"{wrong}: {one_line(error)}") from error
     for key, value in config.to_dict().items():
-        before, after = (json.dumps(one, default=str) for one in (value, again.get(key)))
+        before, after = (json.dumps(item, default=str) for item in (value, again.get(key)))
         if key in settings and json.loads(before) != json.loads(after):
             wrong = f"model.path: {key} of its config cannot be a setting of the run"
             raise ConfigError(f"{wrong}; it changes on the way")
-    return said
+    return plain
 
 
 def frozen_of(model: nn.Module) -> dict[str, Tensor]:
@@ -83,10 +83,10 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
     parameters = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     if has_adapter(model):  # `model.weights` names them
         parameters = {}
-    return parameters | {name: one for name, one in model.named_buffers() if name in kept}
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def pack(name: str, tensor: Tensor) -> bytes:
+def tensor_bytes(name: str, tensor: Tensor) -> bytes:
     """Serialize a tensor as a safetensors file; equal tensors of one name give equal bytes."""
     from safetensors.torch import save
 

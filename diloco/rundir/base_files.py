@@ -47,8 +47,8 @@ def index_place(config: Config) -> Path:
 
 def saved_index(config: Config) -> Index | None:
     """Load the index if this peer has it. `SwarmError` if the run's is invalid."""
-    place = index_place(config)
-    content = place.read_bytes() if place.is_file() else b""
+    path = index_place(config)
+    content = path.read_bytes() if path.is_file() else b""
     if sha256(content).hexdigest() != config.model.base:
         return None
     try:
@@ -71,11 +71,11 @@ def parts_of(index: Index, directory: Path) -> list[tuple[str, FilePart]]:
 
 def missing(index: Index, directory: Path) -> dict[str, list[FilePart]]:
     """Return the parts that are not in the directory, by digest."""
-    found, parts = dict[str, list[FilePart]](), parts_of(index, directory)
-    for (digest, part), here in zip(parts, _digests(one for _, one in parts), strict=True):
+    lacking, parts = dict[str, list[FilePart]](), parts_of(index, directory)
+    for (digest, part), here in zip(parts, _digests(part for _, part in parts), strict=True):
         if here != digest:
-            found.setdefault(digest, []).append(part)
-    return found
+            lacking.setdefault(digest, []).append(part)
+    return lacking
 
 
 def served(config: Config) -> dict[str, FilePart]:

@@ -230,21 +230,21 @@ def gap_of(loss: float, baseline: float) -> float:
 
 def _run_directories(places: Iterable[Path]) -> list[Path]:
     """List the run directories in `places`, and for a sweep those inside it; each once."""
-    found: dict[Path, None] = {}
-    for place in places:
-        if not place.is_dir():
+    directories: dict[Path, None] = {}
+    for path in places:
+        if not path.is_dir():
             remedy = "give the run.dir of a run, or the directory of a sweep"
-            raise ConfigError(f"{place} is no directory; {remedy}")
-        runs = [place] if _is_run(place) else sorted(filter(_is_run, place.iterdir()))
+            raise ConfigError(f"{path} is no directory; {remedy}")
+        runs = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir()))
         if not runs:
             files = "metrics.jsonl, summary.json or config.yaml"
-            raise ConfigError(f"{place} holds no run (no {files}); give a run.dir")
-        found.update(dict.fromkeys(runs))
-    return list(found)
+            raise ConfigError(f"{path} holds no run (no {files}); give a run.dir")
+        directories.update(dict.fromkeys(runs))
+    return list(directories)
 
 
-def _is_run(place: Path) -> bool:
-    return any((place / name).is_file() for name in FILES)
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in FILES)
 
 
 def read_run(directory: Path) -> Run:
@@ -294,7 +294,7 @@ def _arms(runs: Sequence[Run]) -> list[Arm]:
     seen: Counter[str] = Counter()
     for run in runs:
         same = repr(sorted(_without_seed(run).items())) if run.settings else str(run.directory)
-        seen[f"{same} {run.seed}"] += 1  # who ran a seed twice has two arms
+        seen[f"{same} {run.seed}"] += 1  # a seed that was run twice makes two arms
         groups.setdefault(f"{seen[f'{same} {run.seed}']} {same}", []).append(run)
     firsts = [group[0] for group in groups.values()]
     names = _names(firsts, with_seed=len(firsts) == len(runs))
@@ -310,7 +310,7 @@ def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
     """Name each run by the settings in which it differs from others, or else by its directory."""
     settings = [run.compared if with_seed else _without_seed(run) for run in runs]
     keys = _differing(settings)
-    names = [" ".join(f"{k}={_shown(one[k])}" for k in keys if k in one) for one in settings]
+    names = [" ".join(f"{k}={_shown(run[k])}" for k in keys if k in run) for run in settings]
     often = Counter(names)
     for index, name in enumerate(names):
         if often[name] > 1 or not 0 < len(name) <= 80:
@@ -321,11 +321,11 @@ def _names(runs: Sequence[Run], with_seed: bool = True) -> list[str]:
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """List the keys in which settings differ; of another model its name only."""
     known = [setting for setting in settings if setting]
-    keys = dict.fromkeys(key for one in known for key in one)
-    found = [k for k in keys if any(k not in one or one[k] != known[0].get(k) for one in known)]
-    if "model.name" in found:  # it implies the model's settings
-        found = [key for key in found if key == "model.name" or not key.startswith("model.")]
-    return found
+    keys = dict.fromkeys(key for run in known for key in run)
+    changed = [k for k in keys if any(k not in run or run[k] != known[0].get(k) for run in known)]
+    if "model.name" in changed:  # it implies the model's settings
+        changed = [key for key in changed if key == "model.name" or not key.startswith("model.")]
+    return changed
 
 
 def _shown(value: Any) -> str:
@@ -337,7 +337,7 @@ def _shown(value: Any) -> str:
 def _gaps(arms: Sequence[Arm]) -> list[Gap]:
     """Compare each arm with the best data parallel arm of its model, data and tokens, if any."""
     baselines = [arm for arm in arms if arm.runs[0].settings.get("outer.method") == "data_parallel"]
-    found = []
+    gaps = []
     for arm in arms:
         rivals = [
             baseline
@@ -345,19 +345,19 @@ def _gaps(arms: Sequence[Arm]) -> list[Gap]:
             if arm not in baselines and _is_comparable(arm, baseline)
         ]
         if rivals:
-            best = min(rivals, key=lambda one: statistics.mean(one.losses().values()))
+            best = min(rivals, key=lambda arm: statistics.mean(arm.losses().values()))
             mine, theirs = arm.losses(), best.losses()
             seeds = tuple(sorted(mine.keys() & theirs.keys()))
             name = "data parallel" if len(baselines) == 1 else f"data parallel {best.name}"
             percent = tuple(gap_of(mine[seed], theirs[seed]) for seed in seeds)
-            found.append(Gap(arm.name, name, seeds, percent))
-    return found
+            gaps.append(Gap(arm.name, name, seeds, percent))
+    return gaps
 
 
 def _is_comparable(arm: Arm, other: Arm) -> bool:
     """Return True if model, data and tokens are equal, and both have a seed in common."""
-    one, two = arm.mean("tokens"), other.mean("tokens")
-    if one is None or two is None or abs(one - two) > TOKENS_WITHIN * max(one, two):
+    mine, its = arm.mean("tokens"), other.mean("tokens")
+    if mine is None or its is None or abs(mine - its) > TOKENS_WITHIN * max(mine, its):
         return False
     return _task(arm) == _task(other) and bool(arm.losses().keys() & other.losses().keys())
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class EventKind(StrEnum):
-    """What happened. In a line `peer` is who writes it, and `subject` the peer it is about."""
+    """The kind of an event. In a line, `peer` writes it, and it is about the peer `subject`."""
 
     # Peers come and go.
     JOIN = "join"  # a peer is a member now

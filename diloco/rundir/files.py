@@ -66,18 +66,18 @@ def check_same_run(config: Config, manifest: str) -> Config:
 
     Raises `CheckpointError` if other settings differ from those of the run's `manifest`.
     """
-    place = config.run.dir
+    run_dir = config.run.dir
     try:
         saved = Manifest.from_json(manifest, any_wire_version=True)
     except ConfigError as error:
         remedy = "use that one, or another run.dir"
-        text = f"run.dir={place} holds a run of another diloco ({error}); {remedy}"
+        text = f"run.dir={run_dir} holds a run of another diloco ({error}); {remedy}"
         raise CheckpointError(text) from None
     lines = config.manifest().differences(saved)
     lines = [line for line in lines if not line.startswith(("budget.", "outer.rounds:"))]
     if lines:
         shown, remedy = "; ".join(lines[:4]), "use the same settings, or another run.dir"
-        text = f"run.dir={place} holds a run with other settings ({shown}); {remedy}"
+        text = f"run.dir={run_dir} holds a run with other settings ({shown}); {remedy}"
         raise CheckpointError(text)
     return raised(config, planned(saved))
 

@@ -60,7 +60,7 @@ class RunLog:
         for prompt, text in written:
             self.event("sample", version=version, prompt=prompt, text=text)
         if self._wandb is not None:
-            self._wandb.samples([[version, *one] for one in written])
+            self._wandb.samples([[version, *sample] for sample in written])
 
     def event(self, kind: str, **fields: Any) -> None:
         self._write(self._events, {"kind": kind, **fields})
@@ -118,7 +118,7 @@ class WandbLog:
 
             self._table = wandb.Table
             self._run = wandb.init(
-                mode=None if os.environ.get("WANDB_MODE") else settings.mode,  # which it wins over
+                mode=None if os.environ.get("WANDB_MODE") else settings.mode,  # the variable wins
                 project=settings.project,
                 entity=settings.entity,
                 group=os.environ.get("WANDB_RUN_GROUP") or config.run.id,  # set by a sweep
@@ -164,15 +164,15 @@ class WandbLog:
         self._logged = record["version"], self._clock()
         return {**self.figures(), **shared}
 
-    def _try(self, what: str, work: Callable[[], None]) -> None:
+    def _try(self, task: str, work: Callable[[], None]) -> None:
         """Call `work`; after the first failure, warn and make no more calls."""
         if self._run is not None:
             try:
                 work()
             except Exception as error:
-                self._give_up(f"wandb: cannot {what}", error)
+                self._give_up(f"wandb: cannot {task}", error)
 
-    def _give_up(self, what: str, error: Exception) -> None:
+    def _give_up(self, fault: str, error: Exception) -> None:
         self._run = None
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning("%s (%s); the run goes on, its metrics are in metrics.jsonl", what, reason)
+        logger.warning("%s (%s); the run goes on, its metrics are in metrics.jsonl", fault, reason)

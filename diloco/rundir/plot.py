@@ -69,8 +69,8 @@ def picture(path: Path, x_label: str) -> Iterator[Axes]:
     axes.set_xlabel(x_label)
     yield axes
     if not axes.lines:
-        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
-        axes.text(0.5, 0.5, "no loss was logged", color="gray", **place)
+        center: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, "no loss was logged", color="gray", **center)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -85,18 +85,18 @@ def training_curves(records: Records) -> dict[str, Curve]:
     Lines are sorted by the clock first: a peer that rejoins without a checkpoint counts its steps
     from zero again.
     """
-    found: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
+    steps: dict[str, list[tuple[float, float, float]]] = {}  # clock, step, loss
     for record in records:
         loss, step = number(record.get("loss")), number(record.get("inner_step"))
         if loss is not None and step is not None:
             at = (number(record.get("tokens")) or 0.0, step)
-            points = found.setdefault(str(record.get("peer", "?")), [])
+            points = steps.setdefault(str(record.get("peer", "?")), [])
             while points and points[-1][:2] >= at:
                 points.pop()
             points.append((*at, loss))
     return {
         peer: Curve(_spread([at for at, _, _ in points]), [loss for _, _, loss in points])
-        for peer, points in sorted(found.items())
+        for peer, points in sorted(steps.items())
     }
 
 

@@ -47,7 +47,8 @@ class Pusher:
         write: Callable[[Any, Path], None],
         retry_s: Sequence[float] = (2.0, 10.0, 60.0),
     ) -> None:
-        self._url, self._digest, self._write, self._retry_s = url, digest, write, retry_s
+        self._url, self._digest = url, digest
+        self._write, self._retry_s = write, retry_s
         self._me, self._fails = token_hex(8), False
         self._queue: Queue[tuple[int, Any, bool]] = Queue()
         try:
@@ -96,9 +97,9 @@ class Pusher:
                     time.sleep(wait_s)
                     continue
                 if not self._fails:
-                    what = f"outer step {version} is not at {self._url} ({one_line(error)})"
+                    failure = f"outer step {version} is not at {self._url} ({one_line(error)})"
                     rest = "training goes on, and later ones are tried"
-                    logger.warning("checkpoint.push: %s; %s", what, rest)
+                    logger.warning("checkpoint.push: %s; %s", failure, rest)
                 self._fails = True
                 return
             if self._fails:
@@ -107,7 +108,7 @@ class Pusher:
             self._fails = False
             return
 
-    def _upload(self, version: int, model: Any, place: Path, final: bool, last_try: bool) -> None:
+    def _upload(self, version: int, model: Any, folder: Path, final: bool, last_try: bool) -> None:
         files, name, digest = self._files, f"step-{version:08d}", str(self._digest(model))
         target, anew = f"{self._root}/{name}", final or name in self._old
         complete, claim = f"{target}/{COMPLETE}", f"{target}/claim"
@@ -115,7 +116,7 @@ class Pusher:
         whole = json.dumps({"version": version, "values": digest}).encode()
         files.invalidate_cache()
         there, claimed = (
-            files.cat_file(one) if files.exists(one) else b"" for one in (complete, claim)
+            files.cat_file(path) if files.exists(path) else b"" for path in (complete, claim)
         )
         if there == whole or (there and not anew):
             return
@@ -127,10 +128,10 @@ class Pusher:
         files.pipe_file(claim, mine)
         if there:
             files.rm_file(complete)
-        self._write(model, place)
-        for file in filter(Path.is_file, place.rglob("*")):
-            name = f"{target}/{file.relative_to(place).as_posix()}"
-            part = f"{name}.{self._me}" if self._is_local else name  # a store shows it when whole
+        self._write(model, folder)
+        for file in filter(Path.is_file, folder.rglob("*")):
+            name = f"{target}/{file.relative_to(folder).as_posix()}"
+            part = f"{name}.{self._me}" if self._is_local else name  # stores show whole files only
             files.put_file(str(file), part)
             if self._is_local:
                 files.mv(part, name)

@@ -82,12 +82,12 @@ class Ready(Report, frozen=True, tag="ready"):
         best, *others = self.addresses or (self.address,)
         if not best:
             return ["nobody can join through this peer, which listens nowhere"]
-        what = "this makes a link by which one volunteer joins"
+        title = "this makes a link by which one volunteer joins"
         if self.command == "diloco join":
-            what = "others join with this"
-        lines = [f"{what} ({reachability(best)}: {_REACH[reachability(best)]}):"]
+            title = "others join with this"
+        lines = [f"{title} ({reachability(best)}: {_REACH[reachability(best)]}):"]
         lines.append(f"{self.command} {best}")
-        return lines + [f"or, {reachability(one)}: {self.command} {one}" for one in others[:4]]
+        return lines + [f"or, {reachability(addr)}: {self.command} {addr}" for addr in others[:4]]
 
 
 class Notice(Report, frozen=True, tag="notice"):
@@ -197,8 +197,8 @@ class Lines:
         """Merge the known values of a status into `known`."""
         peer, fields = plain(status.peer), status.__struct_fields__
         before = self.known.get(peer, PeerStatus(peer, state="starting"))
-        told = {name: value for name in fields if (value := getattr(status, name)) is not None}
-        self.known[peer] = replace(before, **told | {"state": plain(status.state) or before.state})
+        known = {name: value for name in fields if (value := getattr(status, name)) is not None}
+        self.known[peer] = replace(before, **known | {"state": plain(status.state) or before.state})
         self.total = status.outer_steps or self.total
 
     def step_of(self, status: PeerStatus) -> str:
@@ -224,7 +224,7 @@ class Lines:
             return
         self._shown[peer] = status.version, now
         losses = (status.loss, status.eval_loss)
-        loss, eval_loss = ("-" if one is None else f"{one:.2f}" for one in losses)
+        loss, eval_loss = ("-" if value is None else f"{value:.2f}" for value in losses)
         pace, sent = human_count(status.tokens_per_s), human_bytes(status.bytes_sent)
         figures = f"loss {loss} held-out {eval_loss} {pace} tok/s {sent} sent"
         self.note(f"{peer} v{self.step_of(status)}{merged_of(status)} {figures} {status.state}")
@@ -246,8 +246,8 @@ def log_lines(config: Config, clock: Callable[[], float] = time.monotonic) -> Li
             logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
         lines(report)
         if isinstance(report, Finished):
-            place = config.run.dir / "model"
-            where = f"; the model is in {place}" if place.is_dir() else ""
+            directory = config.run.dir / "model"
+            where = f"; the model is in {directory}" if directory.is_dir() else ""
             logger.info("%s: %s%s", config.run.dir, report.summary.result(), where)
 
     return listen

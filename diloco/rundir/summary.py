@@ -144,10 +144,10 @@ class Summary(Struct, frozen=True):
         """Return JSON with perplexity and utilization, and without empty parts."""
         content: dict[str, Any] = to_builtins(self)
         content["eval"]["perplexity"] = self.eval.perplexity
-        for told, peer in zip(content["peers"], self.peers, strict=True):
-            told["utilization"] = peer.utilization
+        for row, peer in zip(content["peers"], self.peers, strict=True):
+            row["utilization"] = peer.utilization
             if peer.name is None:
-                del told["name"]
+                del row["name"]
         if not self.contributions:
             del content["contributions"]
         if self.virtual_s is None:
@@ -175,7 +175,7 @@ def write_contributions(path: Path, contributions: Sequence[Contributor]) -> Non
     table.writerow(Contributor.__struct_fields__)
     for row in contributions:
         cells = to_builtins(row).values()
-        table.writerow([f"'{one}" if str(one).startswith(FORMULAS) else one for one in cells])
+        table.writerow([f"'{cell}" if str(cell).startswith(FORMULAS) else cell for cell in cells])
     write_atomic(path, text.getvalue())
 
 

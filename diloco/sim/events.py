@@ -17,7 +17,7 @@ class SimEvent:
     at_s: float
 
 
-def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
+def parse_events(texts: Sequence[str], peers: int) -> list[SimEvent]:
     """Parse `sim.events`, sorted by time; those of equal time keep their order.
 
     `peers` are there at second 0, except those that join before anything else happens to them.
@@ -32,11 +32,11 @@ def parse(texts: Sequence[str], peers: int) -> list[SimEvent]:
     present = set(starters(events, peers))
     for event in events:
         if (event.kind == "join") == (event.peer in present):
-            what, number = f"{event.kind}:{event.peer}@{event.at_s:g}", event.peer
+            shown, number = f"{event.kind}:{event.peer}@{event.at_s:g}", event.peer
             state = "is there already" if event.kind == "join" else "is not there"
             start = f"peers 0 to {peers - 1} are there from the start, unless they join first"
             why = f"but peer {number} {state}; with local.peers={peers}, {start}"
-            raise ConfigError(f"sim.events: {what}, {why}")
+            raise ConfigError(f"sim.events: {shown}, {why}")
         present ^= {event.peer}
     return events
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# on their way at a time: at most, at least, and what a link sends in so long
+# Bytes of a piece at most, at least, and otherwise the seconds that it takes a link
 PIECE_BYTES, LEAST_BYTES, PIECE_S = 64 * 1024, 64, 0.1
 
 

@@ -221,28 +221,28 @@ class Network:
             for pipe in [pipe for pipe in self.pipes if pipe.source == transport.me]:
                 pipe.close()
 
-    def cut(self, one: str, other: str, one_way: bool = False) -> None:
+    def cut(self, source: str, target: str, one_way: bool = False) -> None:
         """Hold back all data between two peers, or from one to the other; neither is told."""
         mended = asyncio.Event()
-        for pair in [(one, other)] if one_way else [(one, other), (other, one)]:
+        for pair in [(source, target)] if one_way else [(source, target), (target, source)]:
             self._cuts.setdefault(pair, mended)
 
-    def mend(self, one: str, other: str) -> None:
+    def mend(self, source: str, target: str) -> None:
         """Undo `cut`, and send what waited on both sides."""
-        for pair in (one, other), (other, one):
+        for pair in (source, target), (target, source):
             self._cuts.pop(pair, asyncio.Event()).set()
         for pipe in list(self.pipes):
-            if {pipe.source, pipe.target} == {one, other}:
+            if {pipe.source, pipe.target} == {source, target}:
                 self.uplinks[pipe.source].serve(pipe)
 
-    def reset(self, one: str, other: str) -> None:
+    def reset(self, source: str, target: str) -> None:
         """Break every stream between two peers; new ones can be opened."""
-        for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (one, other)]:
+        for pipe in [pipe for pipe in self.pipes if (pipe.source, pipe.target) == (source, target)]:
             self.break_stream(pipe)
 
-    def latency_s(self, one: str, other: str) -> float:
+    def latency_s(self, source: str, target: str) -> float:
         """Return the seconds that a byte takes from one peer to the other."""
-        return (self.links[one].latency_s + self.links[other].latency_s) / 2
+        return (self.links[source].latency_s + self.links[target].latency_s) / 2
 
     async def open(self, source: str, target: str, protocol: str) -> Ends:
         """Open a stream. Across a cut, either way, the call waits for `mend`, or times out."""

@@ -45,7 +45,7 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.wire.streams import BULK
 from diloco.swarm.wire.transport import Transport
 from diloco.train.checkpoint import RunCheckpoints
-from diloco.train.gradients import autocast, place
+from diloco.train.gradients import autocast, to_device
 from diloco.train.optimizer import inner_optimizer
 from diloco.train.reporter import Reporter
 
@@ -84,21 +84,21 @@ def simulate(config: Config, listen: Listener) -> Simulated:
     if config.outer.method == "data_parallel":
         remedy = "use diloco local, or another outer"
         raise ConfigError(f"outer.method=data_parallel has no swarm to simulate; {remedy}")
-    place = config.run.dir
-    if any((place / "checkpoints").glob("*/step-*")):
-        raise ConfigError(f"run.dir={place} holds a run with checkpoints; choose another run.dir")
-    prepare_run_directory(place)
-    with exclusive(place):
+    run_dir = config.run.dir
+    if any((run_dir / "checkpoints").glob("*/step-*")):
+        raise ConfigError(f"run.dir={run_dir} holds a run with checkpoints; choose another run.dir")
+    prepare_run_directory(run_dir)
+    with exclusive(run_dir):
         for name in LOGS:
-            (place / name).unlink(missing_ok=True)
-        write_atomic(place / "config.yaml", config.to_yaml())
-        write_atomic(place / "manifest.json", config.manifest().to_json(indent=2) + "\n")
+            (run_dir / name).unlink(missing_ok=True)
+        write_atomic(run_dir / "config.yaml", config.to_yaml())
+        write_atomic(run_dir / "manifest.json", config.manifest().to_json(indent=2) + "\n")
         with virtual_time() as loop:
             outcome: Simulated = loop.run_until_complete(Simulation(loop, config, listen).run())
-        write_summary(place / "summary.json", outcome.summary)
-        write_contributions(place / "contributions.csv", outcome.summary.contributions)
+        write_summary(run_dir / "summary.json", outcome.summary)
+        write_contributions(run_dir / "contributions.csv", outcome.summary.contributions)
         title = f"{config.run.id}: {config.model.name}, simulated"
-        plot_losses(place / "metrics.jsonl", place / "loss.png", title)
+        plot_losses(run_dir / "metrics.jsonl", run_dir / "loss.png", title)
     return outcome
 
 
@@ -107,7 +107,7 @@ class Simulation:
 
     def __init__(self, loop: VirtualLoop, config: Config, listen: Listener) -> None:
         sim, peers = config.sim, config.local.peers
-        self.events = events.parse(sim.events, peers)
+        self.events = events.parse_events(sim.events, peers)
         self.num_shards = max([peers, *(event.peer + 1 for event in self.events)])
         if len(sim.step_s) not in (1, self.num_shards):
             given = f"{len(sim.step_s)} values for {self.num_shards} peers"
@@ -126,7 +126,7 @@ class Simulation:
         model = models.build(
             config.model, seed, tokenizer=tokenizer, sequence_length=length, narrow=True
         )
-        self.model = place(model, config, self.ranks.device)
+        self.model = to_device(model, config, self.ranks.device)
         if config.data.has_conversations:
             with autocast(config, self.ranks.device):
                 models.check_segments(self.model)
@@ -299,5 +299,5 @@ def _config_of(config: Config, name: str, min_peers: int) -> Config:
 def _copied(model: nn.Module) -> nn.Module:
     """Copy a model. Tensors that a forward pass left in layers (RecurrentGemma) become leaves."""
     left = (value for layer in model.modules() for value in vars(layer).values())
-    memo = {id(one): one.detach().clone() for one in left if isinstance(one, Tensor)}
+    memo = {id(tensor): tensor.detach().clone() for tensor in left if isinstance(tensor, Tensor)}
     return copy.deepcopy(model, memo)

@@ -222,7 +222,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """End an owner as SIGKILL would: its threads' work is lost, its tasks are cancelled."""
         for timer, future in self._working.pop(owner, {}).values():
             timer.cancel()
-            future.cancel()  # who waits for the thread whatever happens would wait for ever
+            future.cancel()  # else a task that shields its wait would wait for ever
         self.thaw(owner)
         for task in self.tasks_of(owner):
             task.cancel()

@@ -45,10 +45,10 @@ def _start(arguments: list[str]) -> tuple[ConfigSource, list[str]]:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--config-dir", "-cd", type=Path)
     try:
-        found, others = parser.parse_known_args(arguments)
+        options, others = parser.parse_known_args(arguments)
     except ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
-    return ConfigSource(found.config, found.config_dir), others
+    return ConfigSource(options.config, options.config_dir), others
 
 
 def _leave_with_supervisor() -> None:

@@ -40,7 +40,7 @@ def write_address(config: Config, address: str) -> None:
     """Write the swarm's address for others, unless this peer itself finds it by that file."""
     file = config.run.dir / "address"
     named = (Path(peer[1:]) for peer in config.swarm.initial_peers if peer.startswith("@"))
-    if address and not any(one.absolute() == file.absolute() for one in named):
+    if address and not any(path.absolute() == file.absolute() for path in named):
         write_atomic(file, address + "\n")
 
 
@@ -64,28 +64,28 @@ class RunCheckpoints:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        place = config.run.dir / "checkpoints" / checkpoints_name(config)
-        self.store = CheckpointStore(place, config.checkpoint.keep)
+        directory = config.run.dir / "checkpoints" / checkpoints_name(config)
+        self.store = CheckpointStore(directory, config.checkpoint.keep)
         self._writer = BackgroundWriter(self.store)
-        found = self._checkpoint = self.store.load_latest()
+        checkpoint = self._checkpoint = self.store.load_latest()
         self.saved_version = self._intact_version = -1
         self.skipped: list[str] = []
         self.seconds = PhaseSeconds()
         self.traffic: tuple[int, ...] = (0, 0)
         self.loss_scale: Sequence[float] = ()
-        if found is None:
+        if checkpoint is None:
             return
-        self.config = check_same_run(config, found.state["manifest"])
-        self.saved_version = self._intact_version = found.step
-        self.skipped = found.skipped
-        self.seconds = PhaseSeconds(**found.state["seconds"])
-        self.traffic = tuple(found.state["traffic"])
-        self.loss_scale = found.state.get("loss_scale", ())
+        self.config = check_same_run(config, checkpoint.state["manifest"])
+        self.saved_version = self._intact_version = checkpoint.step
+        self.skipped = checkpoint.skipped
+        self.seconds = PhaseSeconds(**checkpoint.state["seconds"])
+        self.traffic = tuple(checkpoint.state["traffic"])
+        self.loss_scale = checkpoint.state.get("loss_scale", ())
 
     def swarm(self) -> Saved | None:
         """Return the saved swarm side; call it before `restore`."""
-        found = self._checkpoint
-        return None if found is None else restore_swarm(found.tensors, found.state)
+        checkpoint = self._checkpoint
+        return None if checkpoint is None else restore_swarm(checkpoint.tensors, checkpoint.state)
 
     def restore(
         self, sync: Sync, model: nn.Module, optimizer: Optimizer, stream: BatchStream

@@ -52,8 +52,8 @@ def evaluate(
         for tokens in torch.split(holdout, batch_size * size):
             own = tokens[rank::size]
             # A rank without sequences goes forward, too: sharded layers are gathered from all.
-            found = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
-            total += found * models.num_targets(own) if len(own) else 0.0
+            mean = models.loss(model, (own if len(own) else tokens[:1]).to(device)).double().cpu()
+            total += mean * models.num_targets(own) if len(own) else 0.0
     [summed] = ranks.sum(total.item())
     num_tokens = models.num_targets(holdout)
     loss = summed / num_tokens

@@ -58,7 +58,7 @@ def check_base(config: Config) -> None:
         raise ConfigError("train.base=nf4 needs bitsandbytes; pip install 'diloco[qlora]'")
 
 
-def place(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Move the model to the device, and the base of an adapter into the form of `train.base`."""
     check_base(config)
     precision = precision_of(config, device)
@@ -172,7 +172,8 @@ class Gradients:
         self.scale = LossScale(config, ranks)
         self.micro_batch = config.train.micro_batch
         self.norm: Any = None
-        self._config, self._ranks, self._model, self._wrapped = config, ranks, model, wrapped
+        self._config, self._ranks = config, ranks
+        self._model, self._wrapped = model, wrapped
         self._on_event = on_event
         self._fitting: int | None = None  # rows at a time that fit all ranks
 

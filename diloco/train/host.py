@@ -41,11 +41,11 @@ class Host:
         manifest, identity = config.manifest(), identity_path(config, name)
         if config.swarm.initial_peers:
             gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-            found = inspect_swarm(config.swarm.initial_peers, identity, gate=gate)
-            check_clock(found)
-            manifest = parse_manifest(found.manifest_text)
+            info = inspect_swarm(config.swarm.initial_peers, identity, gate=gate)
+            check_clock(info)
+            manifest = parse_manifest(info.manifest_text)
             config = start_files.with_manifest(config, manifest)
-            config = start_files.fetch(config, found.addresses, gate, identity)
+            config = start_files.fetch_start_files(config, info.addresses, gate, identity)
         self.manifest = manifest
         model = models.build(config.model, manifest.run.seed, narrow=True)
         start_files.keep(config, model)
@@ -55,8 +55,8 @@ class Host:
             raise ConfigError(f"outer.method={outer.method} has no swarm to host")
         numels = {key: p.numel() for key, p in parameters.items()}
         fragments = partition(numels, outer.fragments, outer.pattern)
-        told = self._log.swarm_event
-        swarm = Swarm.of(config, manifest, identity=identity, name=name, on_event=told)
+        on_event = self._log.swarm_event
+        swarm = Swarm.of(config, manifest, identity=identity, name=name, on_event=on_event)
         self._options = swarm.options(parameters, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
         self._runtime = NodeThread()

@@ -63,7 +63,9 @@ class Trainer:
         # In data parallel only rank 0 is told to lead, and all evaluate with it.
         self.lead = bool(self.ranks.broadcast_floats([self.config.run.lead])[0])
         keys = ("eval.prompts", "eval.prompt_tokens")
-        for prompt in self._prompts() if self.ranks.is_rank0 else ():  # do they fit?
+        for prompt in (
+            self._prompts() if self.ranks.is_rank0 else ()
+        ):  # raises for one that does not fit
             prompt_tokens(self.model, self.tokenizer, prompt, self.config.eval.prompt_tokens, keys)
         self.gradients = Gradients(
             self.config,
@@ -178,10 +180,10 @@ class Trainer:
         rows = min(rows, self.gradients.micro_batch or rows)
         with self.sync.anchored(), autocast(self.config, self.ranks.device):
             if len(self.holdout):
-                found = evaluate(
+                result = evaluate(
                     self.model, self.holdout, rows, self.ranks.device, ranks=self.ranks
                 )
-                self.report.eval_loss = found.loss
+                self.report.eval_loss = result.loss
             written = self._write()
         if not self.ranks.is_rank0:
             return
@@ -271,9 +273,9 @@ class Trainer:
         if not self.lead or self.config.checkpoint.push is None:
             return
         with self.sync.anchored():
-            place = "cpu" if self.pusher is not None else "meta"
+            device = "cpu" if self.pusher is not None else "meta"
             values = saved_state(self.model).items()
-            state = {name: full_tensor(value).to(place, copy=True) for name, value in values}
+            state = {name: full_tensor(value).to(device, copy=True) for name, value in values}
         if self.pusher is not None:
             self.pusher.begin(self.sync.version, state, final)
 

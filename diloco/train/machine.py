@@ -31,7 +31,7 @@ from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
 from diloco.outer.optimizer import OUTER_OPTIMIZERS
 from diloco.text import human_count
-from diloco.train.gradients import autocast, base_form, check_base, place
+from diloco.train.gradients import autocast, base_form, check_base, to_device
 from diloco.train.optimizer import moment_numel
 
 GIB = 2**30
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which
     training is slower. A row without `per_parameter` does not depend on the size of the model."""
 
-    what: str
+    purpose: str
     where: str
     nbytes: float
     per_parameter: float | None
@@ -117,11 +117,11 @@ def _rows(
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
     part = 1 / num_ranks if sharded else 1.0
 
-    def row(what: str, where: str, per_parameter: float) -> Row:
-        return Row(what, where, per_parameter * numel, per_parameter)
+    def row(purpose: str, where: str, per_parameter: float) -> Row:
+        return Row(purpose, where, per_parameter * numel, per_parameter)
 
     if frozen:
-        shrunk = sum(one.weight.numel() for _, _, one in models.base_layers(model))
+        shrunk = sum(layer.weight.numel() for _, _, layer in models.base_layers(model))
         nbytes = FP32 * frozen - (FP32 - BASE_BYTES[base_form(config, precision)]) * shrunk
         yield Row("weights that are frozen", "device", part * nbytes, None)
         # `build` maps the others from their files
@@ -144,8 +144,8 @@ def _rows(
     copied = float(FP32)
     if outer.method == "diloco":
         shares = list(_outer_rows(outer, peers))
-        copied = sum(nbytes for what, nbytes in shares if what in COPIED)
-        yield from (row(what, "main", nbytes) for what, nbytes in shares if nbytes)
+        copied = sum(nbytes for share, nbytes in shares if share in COPIED)
+        yield from (row(share, "main", nbytes) for share, nbytes in shares if nbytes)
         streams = max(1, 2 * outer.fragments)
         yield Row("blocks of streams", "main", STREAM_BLOCKS * FP32 * CHUNK * streams, None)
         if accelerator:
@@ -203,8 +203,8 @@ def memory_need(
     """Sum up the table for this precision; without `peers` there is one for each fragment."""
     config, peers = _resolved(config, machine.precision), peers or config.outer.fragments
     rows = memory_rows(config, peers, num_ranks, sharded, machine.device.type != "cpu")
-    places = ("device", "main", "spare")
-    device, main, spare = (sum(r.nbytes for r in rows if r.where == place) for place in places)
+    memories = ("device", "main", "spare")
+    device, main, spare = (sum(r.nbytes for r in rows if r.where == memory) for memory in memories)
     return MemoryNeed(parameters_of(config.model), device, main, sequence_bytes(config), spare)
 
 
@@ -358,7 +358,7 @@ def step_seconds(config: Config, micro_batch: int | None = None) -> float:
         torch.set_num_threads(config.train.threads)
     length, batch_size = config.data.sequence_length, config.inner.batch_size
     model = models.build(config.model, config.run.seed, sequence_length=length, narrow=True)
-    model = place(model, config, device)
+    model = to_device(model, config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     any_model: Any = model
     num_rows = any_model.get_input_embeddings().weight.shape[0]

@@ -15,7 +15,8 @@ from diloco.config import InnerConfig
 from diloco.config.registry import INNER_OPTIMIZERS
 
 # Newton and Schulz's iteration, steep at zero: five steps take singular values to 0.7 to 1.2
-STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315
+STEPS = 5
+A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 
 

@@ -47,7 +47,7 @@ from diloco.train.checkpoint import (
     write_address,
 )
 from diloco.train.data_parallel import DataParallel
-from diloco.train.gradients import autocast, place, precision_of, prepare_
+from diloco.train.gradients import autocast, precision_of, prepare_, to_device
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
 from diloco.train.optimizer import inner_optimizer
@@ -162,13 +162,11 @@ def _model(
     config: Config, ranks: RankGroup, tokenizer: data.Tokenizer
 ) -> tuple[nn.Module, dict[str, object]]:
     """Return the model on this rank's device, and how it computes, for the log."""
-    length = config.data.sequence_length
-    model = models.build(
-        *(config.model, config.run.seed), tokenizer=tokenizer, sequence_length=length, narrow=True
-    )
+    settings, seed, length = config.model, config.run.seed, config.data.sequence_length
+    model = models.build(settings, seed, tokenizer=tokenizer, sequence_length=length, narrow=True)
     if ranks.is_rank0:
         start_files.keep(config, model)
-    model = place(model, config, ranks.device)
+    model = to_device(model, config, ranks.device)
     if config.data.has_conversations:
         with autocast(config, ranks.device):
             models.check_segments(model)
@@ -236,12 +234,12 @@ def _prepare_files(trainer: Trainer) -> None:
 
 def _leave_on_signals(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
     """Leave cleanly on Ctrl+C, SIGTERM and their like; rank 0 says so once."""
-    told = threading.Event()
+    announced = threading.Event()
 
     def stop(number: int) -> bool:
-        if not told.is_set() and ranks.is_rank0 and not ranks.broken:
+        if not announced.is_set() and ranks.is_rank0 and not ranks.broken:
             sys.stderr.write("diloco: leaving the swarm; Ctrl+C once more ends at once\n")
-        told.set()
+        announced.set()
         sync.interrupt()
         return False
 
@@ -317,10 +315,10 @@ def _finish(trainer: Trainer, began_at: float) -> Summary:
     return summary
 
 
-def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], place: Path) -> None:
+def _write(config: Config, tokenizer: Any, state: dict[str, Tensor], directory: Path) -> None:
     """Write a model with these parameters and buffers, as `diloco export` does."""
     with torch.device("meta"):  # which draws no random number
         model: Any = models.outline(config.model)
     model.load_state_dict(state, assign=True, strict=not models.has_adapter(model))
     model.tie_weights()
-    models.save(model, place, tokenizer)
+    models.save(model, directory, tokenizer)

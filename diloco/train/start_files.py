@@ -3,9 +3,9 @@
 The peer that starts a run has them, from a directory or the hub (`resolved`). The manifest gets the
 model's config, and digests of the trained weights, of each tensor that is not trained, of the
 tokenizer's files, and of the base of an adapter, but no path. Each peer keeps the small files
-(`keep`), and its node sends them and the base, in parts, to peers that name a digest (`fetch`). The
-trained weights come as the swarm's anchor; before the first outer step no digest of a version
-certifies one, so it is compared with the manifest.
+(`keep`), and its node sends them and the base, in parts, to peers that name a digest
+(`fetch_start_files`). The trained weights come as the swarm's anchor; before the first outer step
+no version certifies one, so it is compared with the manifest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from diloco.swarm.client.ask import fetch_files
 from diloco.swarm.context import FilePart
 from diloco.swarm.wire.gate import Gate
 
-# that travel through the swarm; the largest public vocabularies have some 40 MB
+# of a tokenizer in the swarm; the largest public vocabularies have some 40 MB
 MAX_TOKENIZER_BYTES = 2**26
 HEADER_BYTES = 2**12  # of a file with one tensor, beside its values
 
@@ -60,11 +60,11 @@ def with_origin(config: Config, run_dir: Path | None = None) -> Config:
     """Return the configuration of a peer that has only `run.dir/origin`, now in `run_dir`."""
     origin = origin_of(config) if run_dir is None else (run_dir / "origin").absolute()
     has_model, has_tokenizer = config.model.weights is not None, config.data.tokenizer_files
-    place = origin
-    if has_model and config.model.adapter != "none" and not (place := _base_of(config)).is_dir():
-        place = origin / "base"  # which has moved with its run
+    base = origin
+    if has_model and config.model.adapter != "none" and not (base := _base_of(config)).is_dir():
+        base = origin / "base"  # which has moved with its run
     model, tokenizer = (
-        {"directory": str(place)},
+        {"directory": str(base)},
         {"tokenizer_directory": str(origin / "tokenizer")},
     )
     return _with(config, model if has_model else {}, tokenizer if has_tokenizer else {})
@@ -105,14 +105,14 @@ def keep(config: Config, model: nn.Module) -> None:
         index = base_files.index_of(Path(config.model.directory))
         if sha256(index).hexdigest() == config.model.base:  # else it has the same in other files
             _keep(index, base_files.index_place(config), config.model.base, "model.base")
-    packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
+    packed = {name: models.tensor_bytes(name, tensor) for name, tensor in frozen.items()}
     for name, digest in config.model.frozen.items():
         _keep(packed[name], origin_of(config) / digest, digest, f"model.frozen.{name}")
     here = config.data.tokenizer_directory
     if here is not None:
         for name, digest in config.data.tokenizer_files.items():
-            place = origin_of(config) / "tokenizer" / name
-            _keep(_read(Path(here) / name), place, digest, f"data.tokenizer_files.{name}")
+            path = origin_of(config) / "tokenizer" / name
+            _keep(_read(Path(here) / name), path, digest, f"data.tokenizer_files.{name}")
 
 
 def _remedy(config: Config) -> str:
@@ -121,24 +121,24 @@ def _remedy(config: Config) -> str:
     return "drop it, and they come from the swarm"
 
 
-def fetch(
+def fetch_start_files(
     config: Config,
     addresses: Sequence[str],
     gate: Gate | None = None,
     identity: Path | None = None,
-    told: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Config:
     """Fetch the files of the run from its peers; return the config with their paths.
 
-    The base of an adapter is among them if neither this peer nor the hub has it; `told` gets how
-    many of its bytes are here, and of how many. Raises SwarmError, and ConfigError for no room.
+    The base of an adapter is among them if neither this peer nor the hub has it; `on_progress` gets
+    its bytes that are here, and all. Raises SwarmError, and ConfigError for no room.
     """
     ask: Ask = partial(fetch_files, addresses, identity_path=identity, gate=gate)
     if config.model.base is not None and config.model.directory is None:
-        base = _base_of_hub(config) or _base_of_peers(config, ask, told)
+        base = _base_of_hub(config) or _base_of_peers(config, ask, on_progress)
         config = _with(config, {"directory": str(base)}, {})
-    places, origin = files_of(config), origin_of(config)
-    if places:  # of an earlier run of that name
+    paths, origin = files_of(config), origin_of(config)
+    if paths:  # of an earlier run of that name
         shutil.rmtree(origin / "tokenizer" if config.model.base else origin, ignore_errors=True)
         frozen = config.model.frozen
         with torch.device("meta"):
@@ -149,8 +149,8 @@ def fetch(
             if name in expected
         }
         wanted = {
-            digest: ([FilePart(place)], sizes.get(digest, MAX_TOKENIZER_BYTES))
-            for digest, place in places.items()
+            digest: ([FilePart(path)], sizes.get(digest, MAX_TOKENIZER_BYTES))
+            for digest, path in paths.items()
         }
         most = MAX_TOKENIZER_BYTES + sum(sizes.values())
         asyncio.run(ask(wanted, most))
@@ -179,20 +179,20 @@ def _base_of_hub(config: Config) -> Path | None:
         return None
 
 
-def _base_of_peers(config: Config, ask: Ask, told: Callable[[int, int], None]) -> Path:
+def _base_of_peers(config: Config, ask: Ask, on_progress: Callable[[int, int], None]) -> Path:
     """Fetch all parts; return their directory. Parts of an earlier attempt are kept."""
-    index, place = _index(config, ask), origin_of(config) / "base"
-    parts = base_files.missing(index, place)
+    index, directory = _index(config, ask), origin_of(config) / "base"
+    parts = base_files.missing(index, directory)
     total = sum(nbytes for nbytes, _ in index.values())
-    lacking = sum(one.nbytes or 0 for places in parts.values() for one in places)
+    lacking = sum(part.nbytes or 0 for places in parts.values() for part in places)
     free = shutil.disk_usage(origin_of(config)).free
     if lacking > free:
         text = f"run.dir={config.run.dir} has room for {free} bytes, and the base needs {lacking}"
         raise ConfigError(f"{text}; free some, choose another run.dir, or set model.directory")
     if parts:
         wanted = {digest: (places, places[0].nbytes or 0) for digest, places in parts.items()}
-        asyncio.run(ask(wanted, lacking, told=lambda left: told(total - left, total)))
-    return place
+        asyncio.run(ask(wanted, lacking, on_progress=lambda left: on_progress(total - left, total)))
+    return directory
 
 
 def _index(config: Config, ask: Ask) -> base_files.Index:
@@ -225,7 +225,7 @@ def _model(config: Config) -> Values:
             f"model.path={config.model.path} has {len(frozen)} buffers and parameters that are not"
             f" trained; a run has room for the digests of {MAX_FROZEN}"
         )
-    packed = {name: models.pack(name, tensor) for name, tensor in frozen.items()}
+    packed = {name: models.tensor_bytes(name, tensor) for name, tensor in frozen.items()}
     index = None if config.model.adapter == "none" else base_files.index_of(directory)
     return {
         **models.recipe_of(built),
@@ -251,7 +251,7 @@ def _tokenizer(config: Config) -> Values:
     if not directory.is_dir():
         return {}
     inside = sorted(directory.iterdir())
-    files = [file for file in inside if any(fnmatch(file.name, one) for one in TOKENIZER_FILES)]
+    files = [file for file in inside if any(fnmatch(file.name, glob) for glob in TOKENIZER_FILES)]
     nbytes = sum(file.stat().st_size for file in files)
     if not files:
         raise DataError(
@@ -292,11 +292,11 @@ def _read(file: Path) -> bytes:
         raise CheckpointError(text) from error
 
 
-def _keep(content: bytes, place: Path, digest: str, what: str) -> None:
+def _keep(content: bytes, path: Path, digest: str, key: str) -> None:
     if sha256(content).hexdigest() != digest:
         raise CheckpointError(
-            f"{what} is not what the run starts from; use the files of the run, or join it instead"
+            f"{key} is not what the run starts from; use the files of the run, or join it instead"
         )
-    if not place.is_file() or place.read_bytes() != content:  # of another run that was here
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, content)
+    if not path.is_file() or path.read_bytes() != content:  # of another run that was here
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import apply_chat_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from diloco.data.conversations import encode, parse
+from diloco.data.conversations import encode_row, parse_row
 from diloco.data.formats import records
 from diloco.data.tokenizers import HubTokenizer
 from scripts.families import WORKS, Member, refused, works_with
@@ -194,7 +194,7 @@ def runs(tokens: list[int], marks: list[Any], fast: Any) -> list[str]:
 
 
 def learned(row: dict[str, Any], product: HubTokenizer, fast: Any) -> list[str]:
-    samples = encode(parse(row, "text"), product)
+    samples = encode_row(parse_row(row, "text"), product)
     parts = ((part.tokens.tolist(), part.learned.tolist()) for part in samples)
     return [text for part in parts for text in runs(*part, fast)]
 

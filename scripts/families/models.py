@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from diloco import model as models
 from diloco.config import Config, compose
 from diloco.data import load_tokenizer
-from diloco.data.conversations import Sample, pack
+from diloco.data.conversations import Sample, pack_samples
 from diloco.errors import CheckpointError, ConfigError
 from diloco.sim.run import simulate
 from diloco.train import run
@@ -138,8 +138,8 @@ def packing(model: nn.Module) -> Iterator[str]:
         Sample(row[:size].numpy(), (torch.arange(size) >= size // 2).numpy())
         for row, size in zip(ROWS.repeat(2, 1), (4, 5, 6, 8), strict=True)
     ]
-    whole = torch.from_numpy(pack(samples, 16)).long()
-    alone = [torch.from_numpy(pack([one], len(one.tokens))).long() for one in samples]
+    whole = torch.from_numpy(pack_samples(samples, 16)).long()
+    alone = [torch.from_numpy(pack_samples([one], len(one.tokens))).long() for one in samples]
     with torch.no_grad():
         total = sum(models.loss(model, one) * models.num_targets(one) for one in alone)
         mean, packed = total / models.num_targets(whole), models.loss(model, whole)

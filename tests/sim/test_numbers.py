@@ -10,7 +10,7 @@ from diloco.core.rules.learning import first_position
 from diloco.messages.codec import decode, encode
 from diloco.messages.control import Figures, Status
 from diloco.messages.fields import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS
-from diloco.messages.snapshot import pack, unpack
+from diloco.messages.snapshot import pack_snapshot, unpack_snapshot
 from diloco.swarm.node.recorder import Recorder
 from tests.support.core import core, join
 
@@ -33,7 +33,7 @@ def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
     assert snapshot is not None
     assert snapshot.ledger.processed == MAX_TOKENS == snapshot.ledger.discarded
     assert snapshot.loss[-1].loss == MAX_LOSS
-    assert unpack(b"".join(pack(snapshot))) == snapshot
+    assert unpack_snapshot(b"".join(pack_snapshot(snapshot))) == snapshot
 
 
 @given(prompt=st.text(max_size=5000), text=st.text(max_size=5000))
@@ -43,7 +43,7 @@ def test_as_much_as_has_room_of_what_a_model_writes_reaches_watchers_as_printabl
     recorder = Recorder(core(), "{}")
     recorder.add_samples(3, [(prompt, text)] * 16)
     snapshot = recorder.snapshot(0.0)
-    assert snapshot is not None and unpack(b"".join(pack(snapshot))) == snapshot
+    assert snapshot is not None and unpack_snapshot(b"".join(pack_snapshot(snapshot))) == snapshot
     version, *said = snapshot.samples[0]
     assert version == 3 and len(snapshot.samples) == 16
     assert "".join(said).replace("\n", "").isprintable()

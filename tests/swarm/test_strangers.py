@@ -17,7 +17,7 @@ from diloco.errors import SwarmError
 from diloco.messages.base import Message, Refusal
 from diloco.messages.bulk import Get
 from diloco.protocol import Role
-from diloco.swarm.client.ask import revoke
+from diloco.swarm.client.ask import spread_revocations
 from diloco.swarm.rpc.contribution import ContributionHeader
 from diloco.swarm.rpc.inner_state import InnerRequest
 from diloco.swarm.rpc.watch import InfoRequest
@@ -180,7 +180,9 @@ def test_a_revoked_peer_is_put_out_at_once_and_ends_with_the_reason(
     eventually(lambda: all(len(peer.members) == 2 for peer in three), "all to be connected")
     revoked = Revoked.sign(closed.key, RUN, 1, [token.grant.token_id], [])
     visitor = Gate(Admission(issue(closed.key, RUN, "observer", 2**40)))
-    assert asyncio.run(revoke([second.address], visitor, closed.key, revoked)) == revoked
+    assert (
+        asyncio.run(spread_revocations([second.address], visitor, closed.key, revoked)) == revoked
+    )
     eventually(lambda: third.said("revoked"), "the peer itself to hear of it")
     said = "the owner of the run has revoked the invitation of this peer"
     with pytest.raises(SwarmError, match=said) as caught:

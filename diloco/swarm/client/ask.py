@@ -49,7 +49,7 @@ class SwarmInfo:
     manifest_text: str
     peers: list[ProbeResult]  # that answered; those at the given addresses come first
     silent: dict[str, str] = field(default_factory=dict)  # addresses without an answer, and why
-    told: dict[str, list[str]] = field(default_factory=dict)  # by line of `diloco doctor`
+    lines: dict[str, list[str]] = field(default_factory=dict)  # by line of `diloco doctor`
 
     @property
     def addresses(self) -> list[str]:
@@ -99,16 +99,16 @@ def inspect_swarm(
                 return text
 
             peers = await _probe_all(visitor, visitor.seeds)
-            met = {visitor.me, *(one.peer for one in peers)}
-            named = dict.fromkeys(peer for one in peers for peer in one.reply.known)
+            met = {visitor.me, *(result.peer for result in peers)}
+            named = dict.fromkeys(peer for result in peers for peer in result.reply.known)
             more = [peer for peer in named if peer not in met]
             peers += await _probe_all(visitor, more[: max(0, PEERS_ASKED - len(peers))])
-            answering = [one.peer for one in peers] or visitor.seeds
+            answering = [result.peer for result in peers] or visitor.seeds
             text, reasons = await _first_answer(answering, manifest)
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
-            told = await ask_for_doctor(visitor, peers) if for_doctor else {}
-            return SwarmInfo(text, peers, visitor.silent, told)
+            lines = await ask_for_doctor(visitor, peers) if for_doctor else {}
+            return SwarmInfo(text, peers, visitor.silent, lines)
 
     return asyncio.run(ask())
 
@@ -135,13 +135,13 @@ async def _probe_all(visitor: Libp2p, peers: Sequence[str]) -> list[ProbeResult]
 async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> dict[str, list[str]]:
     """Ask peers the questions of `diloco doctor`; return answers by the name of their line."""
     load_questions()
-    told: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {}
     for name, ask in FOR_DOCTOR.items():
-        for one in peers:
+        for peer in peers:
             with suppress(*BROKEN, PayloadError):
-                text = await asyncio.wait_for(ask(visitor, one.peer), PATIENCE_S)
-                told.setdefault(name, []).append(f"{one.reply.name} {plain(text)}")
-    return told
+                text = await asyncio.wait_for(ask(visitor, peer.peer), PATIENCE_S)
+                answers.setdefault(name, []).append(f"{peer.reply.name} {plain(text)}")
+    return answers
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -151,13 +151,13 @@ def parse_manifest(text: str) -> Manifest:
     return manifest
 
 
-def check_clock(found: SwarmInfo) -> str | None:
+def check_clock(info: SwarmInfo) -> str | None:
     """Return a warning if this clock is off by more than a second; `SwarmError` if by too much."""
-    ahead_s = found.ahead_s
+    ahead_s = info.ahead_s
     if ahead_s is None or abs(ahead_s) <= 1.0:
         return None
     off = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
-    text = f"this machine's clock is {off} the swarm's (median of {len(found.peers)})"
+    text = f"this machine's clock is {off} the swarm's (median of {len(info.peers)})"
     if abs(ahead_s) > CLOCK_LIMIT_S:
         remedy = "set it, for example by timedatectl set-ntp true"
         raise SwarmError(f"{text}, and {CLOCK_LIMIT_S:.0f} s is the limit; {remedy}")
@@ -170,10 +170,10 @@ async def fetch_files(
     most_bytes: int,
     identity_path: Path | None,
     gate: Gate | None,
-    told: Callable[[int], None] = lambda left: None,
+    on_progress: Callable[[int], None] = lambda left: None,
 ) -> None:
     """Fetch files and parts of files from several peers at these addresses at once, `most_bytes` in
-    all; each is written whole or not at all. `told` gets how many of those are left.
+    all; each is written whole or not at all. `on_progress` gets how many of those are left.
 
     `SwarmError`: nobody answers there, or no peer has one of the files; `ConfigError`: no space or
     permission.
@@ -189,7 +189,7 @@ async def fetch_files(
                 if not left:
                     return
                 digest, (places, limit) = next(iter(left.items()))
-                left[digest] = left.pop(digest)  # the next one that asks begins with another
+                left[digest] = left.pop(digest)  # the next task asks for another file
                 try:
                     content = await request_file(visitor, peer, digest, min(limit, most_bytes))
                 except (*BROKEN, PayloadError) as error:
@@ -200,7 +200,7 @@ async def fetch_files(
             if left.pop(digest, None) is not None:  # at the end several peers send the same part
                 _write(places, content)
                 most_bytes -= len(content) * len(places)
-                told(most_bytes)
+                on_progress(most_bytes)
 
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
         tasks = [asyncio.create_task(ask(peer)) for peer in visitor.seeds]
@@ -210,8 +210,8 @@ async def fetch_files(
                 if not left:
                     break  # what is still sent has come from another peer
         finally:
-            for one in tasks:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     if left:
         name = next(iter(left.values()))[0][0].path.name
@@ -258,7 +258,7 @@ def try_to_listen(
     return asyncio.run(listen_and_ask())
 
 
-async def revoke(
+async def spread_revocations(
     initial_peers: Sequence[str], gate: Gate, key: RunKey, revoked: Revoked
 ) -> Revoked:
     """Give a list to some peers of a swarm, which tell all others; return it merged with their own

@@ -36,13 +36,13 @@ def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
     """
     if "hivemind" in sys.modules:
         return
-    found = importlib.util.find_spec("hivemind")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
         return  # the import itself says what is wrong
     for name in packages:
         package = ModuleType(name)
         inside = name.removeprefix("hivemind").replace(".", "/")
-        package.__path__ = [place + inside for place in found.submodule_search_locations]
+        package.__path__ = [folder + inside for folder in spec.submodule_search_locations]
         sys.modules[name] = package
 
 

@@ -94,7 +94,7 @@ class Recorder:
         if self._packed is None or now - self._packed[0] >= FRESH_S:
             self._packed = None
             with self._harmless():
-                self._packed = now, schema.pack(self._snapshot(now))
+                self._packed = now, schema.pack_snapshot(self._snapshot(now))
         if self._packed is None:
             raise PayloadError("no snapshot can be made here; ask another peer")
         return self._packed[1]

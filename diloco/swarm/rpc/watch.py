@@ -12,7 +12,7 @@ from diloco.errors import PayloadError
 from diloco.messages.base import EVERYBODY, Message, Place
 from diloco.messages.codec import expect
 from diloco.messages.fields import Count, Seal
-from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack
+from diloco.messages.snapshot import MAX_PACKED_BYTES, MAX_PIECE_BYTES, Snapshot, unpack_snapshot
 from diloco.protocol import WIRE_VERSION
 from diloco.swarm.limits import FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S, Allowance
 from diloco.swarm.rpc.registry import answers
@@ -52,7 +52,7 @@ async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
     """What a peer knows of the swarm."""
-    return unpack((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
+    return unpack_snapshot((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
 
 
 async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:

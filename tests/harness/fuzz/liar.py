@@ -33,7 +33,7 @@ from diloco.messages.base import Message
 from diloco.messages.bulk import Get, PartHeader, RecordHeader
 from diloco.messages.control import Offer
 from diloco.messages.heads import Head, Line
-from diloco.messages.snapshot import unpack
+from diloco.messages.snapshot import unpack_snapshot
 from diloco.rundir.reporting import swarm_figures
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.node.node import Node
@@ -230,7 +230,7 @@ class _LieStage:
             if life.name == LIAR or life.node is None:
                 continue
             try:
-                snapshot = unpack(b"".join(life.node.recorder.packed(self.loop.seconds)))
+                snapshot = unpack_snapshot(b"".join(life.node.recorder.packed(self.loop.seconds)))
             except PayloadError as error:
                 self._check()  # the story may say more
                 raise Violation(f"the snapshot of {life.name}: {error}") from None

@@ -13,7 +13,7 @@ from diloco.cli import status as command
 from diloco.dashboard.tables import render
 from diloco.errors import SwarmError
 from diloco.messages.codec import Message, Refusal, encode
-from diloco.messages.snapshot import LoggedEvent, Snapshot, pack
+from diloco.messages.snapshot import LoggedEvent, Snapshot, pack_snapshot
 from diloco.protocol import WIRE_VERSION
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import SwarmWatcher
@@ -99,7 +99,7 @@ def test_who_cannot_tell_what_the_swarm_does_is_named(
 
 
 def test_when_nobody_answers_the_address_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (Answering(*reply(*pack(snapshot(2)))) for _ in range(2))
+    first, second = (Answering(*reply(*pack_snapshot(snapshot(2)))) for _ in range(2))
     assert asked(monkeypatch, first, second, times=2).run.run_id == "fake"
     assert first.closed and second.closed
 

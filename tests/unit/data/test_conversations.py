@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from diloco.config import DataConfig
 from diloco.config.model_data import MixedSource
-from diloco.data.conversations import Chat, Sample, encode, pack, parse
+from diloco.data.conversations import Chat, Sample, encode_row, pack_samples, parse_row
 from diloco.data.local import LocalDataset
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer
 from diloco.errors import DataError
@@ -42,12 +42,12 @@ ANEW = PLAIN.replace("<{{ m.role }}>", "{{ messages | length }}<{{ m.role }}>")
     ],
 )
 def test_each_kind_of_row_is_the_same_conversation(row: dict[str, Any]) -> None:
-    assert parse(row, "text").messages == ASKED  # type: ignore[union-attr]
+    assert parse_row(row, "text").messages == ASKED  # type: ignore[union-attr]
 
 
 def test_other_rows_are_texts_or_say_what_they_lack() -> None:
-    assert parse({"prompt": "a", "completion": "b"}, "text") == ("a", "b")
-    assert parse({"prompt": "a", "text": "whole"}, "text") == "whole"
+    assert parse_row({"prompt": "a", "completion": "b"}, "text") == ("a", "b")
+    assert parse_row({"prompt": "a", "text": "whole"}, "text") == "whole"
     wrong: dict[str, dict[str, Any]] = {
         "its columns are a, b": {"a": 1, "b": "x"},
         "message 1 of messages has no role": {"messages": [{"content": "x"}]},
@@ -56,23 +56,23 @@ def test_other_rows_are_texts_or_say_what_they_lack() -> None:
     }
     for said, row in wrong.items():
         with pytest.raises(ValueError, match=said):
-            parse(row, "text")
+            parse_row(row, "text")
 
 
 def learned(row: dict[str, Any], tokenizer: ByteTokenizer | HubTokenizer) -> str:
-    [sample] = encode(parse(row, "text"), tokenizer)
+    [sample] = encode_row(parse_row(row, "text"), tokenizer)
     return tokenizer.decode(sample.tokens[sample.learned].tolist())
 
 
 def test_only_answers_are_learned_with_the_token_that_ends_them() -> None:
-    [sample] = encode(Chat(ASKED * 2), ByteTokenizer())
+    [sample] = encode_row(Chat(ASKED * 2), ByteTokenizer())
     assert bytes(sample.tokens[sample.learned].tolist()) == b"two\n\0two\n\0"
     asked = ByteTokenizer().question("one?").encode()
     assert bytes(sample.tokens.tolist()).startswith(asked + b"two\n")
     assert learned({"prompt": "a", "completion": "bc"}, ByteTokenizer()) == "bc"
     assert learned({"text": "whole"}, ByteTokenizer()) == "whole"
     with pytest.raises(ValueError, match="nothing to learn"):
-        encode(Chat(ASKED[:1]), ByteTokenizer())
+        encode_row(Chat(ASKED[:1]), ByteTokenizer())
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
@@ -85,14 +85,14 @@ def test_a_chat_template_says_what_the_assistant_writes(template: str, tmp_path:
     assert tokenizer.question("one?") == "<user>one?<assistant>"
     (tmp_path / "chat_template.jinja").write_text(ANEW)
     with pytest.raises(ValueError, match="writes messages anew"):
-        encode(Chat(ASKED * 2), HubTokenizer(str(tmp_path)))
+        encode_row(Chat(ASKED * 2), HubTokenizer(str(tmp_path)))
 
 
 def test_sequences_are_full_and_samples_whole() -> None:
     def sample(number: int, size: int) -> Sample:
         return Sample(np.full(size, number, np.int32), np.arange(size) >= size - 2)
 
-    packed = pack(
+    packed = pack_samples(
         [sample(1, 3), sample(2, 6), sample(3, 5), sample(4, 9), sample(5, 2), sample(6, 10)], 8
     )
     tokens, marks = packed[:, 0], packed[:, 1]

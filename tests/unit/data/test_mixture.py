@@ -123,7 +123,7 @@ def test_a_mixture_belongs_to_the_run_and_its_paths_to_the_peer() -> None:
     with pytest.raises(ConfigError, match=r"b needs files; set data\.paths\.b=FILE_OR_DIRECTORY"):
         compose([]).adopt(theirs)
     assert settings_of(**{"data.paths.b": "mine/"}).adopt(theirs).data.paths == {"b": ("mine/",)}
-    assert [source.what for source in sources_of(theirs)] == ["data"]
+    assert [source.kind for source in sources_of(theirs)] == ["data"]
     alone = settings_of(A, **{"data.paths.b": ""})
     assert not list(sources_of(alone.manifest()))
     back = alone.adopt(compose([]).manifest())

@@ -278,7 +278,7 @@ def test_a_stream_passes_what_cannot_be_read(
 
 def test_a_fault_of_a_stream_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = data.load(config("hub", name=str(hub_directory(tmp_path))), seed=3).batches(4)
-    monkeypatch.setattr(streaming, "encode", Mock(side_effect=DataError("row 7 of it")))
+    monkeypatch.setattr(streaming, "encode_rows", Mock(side_effect=DataError("row 7 of it")))
     for _ in range(2):  # the thread that reads ahead meets it first
         with pytest.raises(DataError, match="row 7 of it"):
             next(stream)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from diloco.data.conversations import encode, parse
+from diloco.data.conversations import encode_row, parse_row
 from diloco.data.formats import records
 from diloco.data.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer
 
@@ -55,7 +55,7 @@ def tokenizer_of(template: str, place: Path) -> HubTokenizer:
 
 
 def learned(messages: Any, tokenizer: Tokenizer, **row: Any) -> str:
-    samples = encode(parse({"messages": messages, **row}, "text"), tokenizer)
+    samples = encode_row(parse_row({"messages": messages, **row}, "text"), tokenizer)
     return b"".join(bytes(part.tokens[part.learned].tolist()) for part in samples).decode()
 
 
@@ -79,8 +79,8 @@ def test_each_answer_is_learned_with_what_ends_it(template: str, text: str, tmp_
 
 def test_what_was_thought_before_is_learned_where_later_turns_forget_it(tmp_path: Path) -> None:
     thought = {"role": "assistant", "content": "<think>T</think>A."}
-    parts = encode(
-        parse({"messages": [ASKED, thought] * 2}, "text"), tokenizer_of(FORGETS, tmp_path)
+    parts = encode_row(
+        parse_row({"messages": [ASKED, thought] * 2}, "text"), tokenizer_of(FORGETS, tmp_path)
     )
     first, second = (bytes(part.tokens.tolist()).decode() for part in parts)
     assert first == "[user]Q?<end>[assistant]<think>T</think>A.<end>"
@@ -201,5 +201,7 @@ def test_a_template_may_take_arguments_as_texts_only(tmp_path: Path) -> None:
 
 
 def test_tokens_at_the_edge_of_an_answer_count(tmp_path: Path) -> None:
-    [sample] = encode(parse({"messages": [ASKED, ANSWER]}, "text"), tokenizer_of(MARKED, tmp_path))
+    [sample] = encode_row(
+        parse_row({"messages": [ASKED, ANSWER]}, "text"), tokenizer_of(MARKED, tmp_path)
+    )
     assert np.flatnonzero(sample.learned).tolist() == [*range(19, 26)]

@@ -89,7 +89,7 @@ def test_a_prompt_with_an_id_that_the_model_does_not_have_is_one_line(tmp_path: 
 
 
 def test_a_text_begins_as_its_tokenizer_says(tmp_path: Path) -> None:
-    from diloco.data.conversations import encode
+    from diloco.data.conversations import encode_row
     from diloco.train.evaluate import prompt_tokens
 
     place = Path(tokenizer_of(tmp_path, {"a": 3, "b": 5, "<s>": 7}, 6, added={"<s>": 7}))
@@ -114,7 +114,7 @@ def test_a_text_begins_as_its_tokenizer_says(tmp_path: Path) -> None:
     model = small_model(vocab_size=256)
     assert prompt_tokens(model, tokenizer, "ab", 1) == [7, 3, 5]
     assert prompt_tokens(model, tokenizer, "<s>ab", 1) == [7, 3, 5], "as a chat template writes it"
-    [pair] = encode(("a", "b"), tokenizer)
+    [pair] = encode_row(("a", "b"), tokenizer)
     assert (pair.tokens.tolist(), pair.learned.tolist()) == ([7, 3, 5, 6], [False] * 2 + [True] * 2)
     models.save(model, tmp_path / "model", tokenizer)
     for name in ("config.json", "generation_config.json"):

@@ -38,7 +38,7 @@ def packed(**fields: Any) -> bytes:
 
 
 def test_a_snapshot_comes_through_unchanged() -> None:
-    assert schema.unpack(b"".join(schema.pack(SEEN))) == SEEN
+    assert schema.unpack_snapshot(b"".join(schema.pack_snapshot(SEEN))) == SEEN
     shown = json.loads(SEEN.json(indent=2))
     assert shown["peers"][0]["seconds"] == {"compute": 1.0, "wait": 0.0, "comm": 0.0, "outer": 0.0}
     assert b"\n" in SEEN.json(indent=2) and b"\n" not in SEEN.json()
@@ -48,9 +48,9 @@ def test_a_crowd_comes_in_pieces() -> None:
     rng = random.Random(0)
     places = [[rng.randbytes(128).hex() for _ in range(16)] for _ in range(9)]
     crowd = [replace(PEER, addresses=place) for place in places]
-    pieces = schema.pack(replace(SEEN, peers=crowd * (schema.MAX_PEERS // 9)))
+    pieces = schema.pack_snapshot(replace(SEEN, peers=crowd * (schema.MAX_PEERS // 9)))
     assert all(len(piece) <= schema.MAX_PIECE_BYTES for piece in pieces)
-    assert len(schema.unpack(b"".join(pieces)).peers) == schema.MAX_PEERS // 9 * 9
+    assert len(schema.unpack_snapshot(b"".join(pieces)).peers) == schema.MAX_PEERS // 9 * 9
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_crowd_comes_in_pieces() -> None:
 )
 def test_what_is_no_snapshot_is_refused(content: bytes, why: str) -> None:
     with pytest.raises(PayloadError, match=why) as caught:
-        schema.unpack(content)
+        schema.unpack_snapshot(content)
     assert len(str(caught.value)) < 300
 
 
@@ -90,7 +90,7 @@ def test_no_text_of_a_peer_moves_a_cursor() -> None:
     )
     raw = json.loads(wild.json())
     raw["peers"][0]["name"] = raw["events"][0]["text"] = SAID
-    for seen in (wild, schema.unpack(zlib.compress(json.dumps(raw).encode()))):
+    for seen in (wild, schema.unpack_snapshot(zlib.compress(json.dumps(raw).encode()))):
         assert "\\u001b" not in seen.json().decode() and seen.peers[0].name == "a [2J b"
         assert seen.samples == [(1, "a [2J\nb", "a [2J\nb")], "which may have lines"
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco import model as models
 from diloco.config import ModelConfig
-from diloco.data.conversations import Sample, pack
+from diloco.data.conversations import Sample, pack_samples
 from diloco.errors import ConfigError
 from diloco.model.cross_entropy import cross_entropy
 from tests.support.models import small_model
@@ -203,7 +203,7 @@ def test_packed_conversations_have_the_gradients_of_each_alone(attention: str) -
     for size in (5, 11, 16, 7, 9):
         tokens = torch.randint(256, (size,), generator=generator)
         samples.append(Sample(tokens.numpy(), (torch.arange(size) >= size // 2).numpy()))
-    rows = torch.from_numpy(pack(samples, 16)).long()
+    rows = torch.from_numpy(pack_samples(samples, 16)).long()
     assert len(rows) < len(samples)
     model = small_model()
     model.set_attn_implementation(attention)
@@ -213,7 +213,7 @@ def test_packed_conversations_have_the_gradients_of_each_alone(attention: str) -
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     for sample in samples:
-        alone = torch.from_numpy(pack([sample], len(sample.tokens))).long()
+        alone = torch.from_numpy(pack_samples([sample], len(sample.tokens))).long()
         (models.loss(model, alone) * models.num_targets(alone) / count).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None

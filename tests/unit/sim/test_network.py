@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from diloco.sim.events import SimEvent, parse, starters
+from diloco.sim.events import SimEvent, parse_events, starters
 from diloco.sim.link import PIECE_BYTES, PeerLink
 from diloco.sim.network import Network, SimTransport
 from diloco.sim.virtual_time import VirtualLoop
@@ -166,7 +166,7 @@ async def test_a_payload_may_take_long_but_not_stand_still(loop: VirtualLoop) ->
 
 
 def test_events_are_sorted_and_say_who_is_there_at_the_start() -> None:
-    planned = parse(["crash:1@20", "join:2@5.5", "join:1@30", "join:7@1"], peers=3)
+    planned = parse_events(["crash:1@20", "join:2@5.5", "join:1@30", "join:7@1"], peers=3)
     expected = [("join", 7, 1.0), ("join", 2, 5.5), ("crash", 1, 20.0), ("join", 1, 30.0)]
     assert planned == [SimEvent(*one) for one in expected]
     assert starters(planned, peers=3) == [0, 1]
@@ -185,4 +185,4 @@ def test_events_are_sorted_and_say_who_is_there_at_the_start() -> None:
 )
 def test_what_cannot_happen_is_refused(texts: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        parse(texts, peers=4)
+        parse_events(texts, peers=4)

@@ -7,7 +7,7 @@ from diloco.core.peer import Peer
 from diloco.errors import PayloadError
 from diloco.messages.control import Figures
 from diloco.messages.heads import Line
-from diloco.messages.snapshot import MAX_HISTORY, MAX_PEERS, Snapshot, unpack
+from diloco.messages.snapshot import MAX_HISTORY, MAX_PEERS, Snapshot, unpack_snapshot
 from diloco.swarm.node.recorder import Recorder
 from tests.support.core import GENESIS, ME, OTHER, D, advance, core, join
 
@@ -17,7 +17,7 @@ TEXT = '{"model": {"name": "tiny"}}'
 def seen(recorder: Recorder, now: float) -> Snapshot:
     found = recorder.snapshot(now)
     assert found is not None
-    assert unpack(b"".join(recorder.packed(now))).peers == found.peers
+    assert unpack_snapshot(b"".join(recorder.packed(now))).peers == found.peers
     return found
 
 
@@ -142,7 +142,7 @@ def test_hundreds_of_peers_are_cut_to_what_a_reply_holds() -> None:
     for index in range(MAX_PEERS + 7):
         join(peer, f"{index:046d}", name="x" * 128)
     packed = recorder.packed(1.0)
-    found = unpack(b"".join(packed))
+    found = unpack_snapshot(b"".join(packed))
     assert (len(found.peers), found.left_out, found.peers[0].peer_id) == (MAX_PEERS, 8, ME)
     assert recorder.packed(1.4) is packed, "one answers all who ask at the same time"
     assert recorder.packed(1.5) is not packed

@@ -14,7 +14,7 @@ import torch
 
 from diloco.errors import PayloadError
 from diloco.messages import codec
-from diloco.messages.snapshot import MAX_PIECE_BYTES, pack
+from diloco.messages.snapshot import MAX_PIECE_BYTES, pack_snapshot
 from diloco.protocol import WIRE_VERSION
 from diloco.swarm.context import FilePart
 from diloco.swarm.rpc import watch
@@ -45,7 +45,7 @@ def info(tmp_path: Path) -> Any:
     context.manifest = '{"ä": 1}'
     context.files = {DIGEST: FilePart(tmp_path / "file"), GONE: FilePart(tmp_path / "gone")}
     context.files[PART] = FilePart(tmp_path / "file", 2**19 - 4, 9)
-    context.packed_snapshot = lambda now: pack(SEEN)
+    context.packed_snapshot = lambda now: pack_snapshot(SEEN)
     return Transport(watch.InfoServer(context).answer)
 
 

@@ -95,7 +95,9 @@ def test_parts_come_from_several_peers_and_a_wrong_one_from_another(
     swarm = Swarm(monkeypatch, liar=liar, donor=starter, other=starter)
     seen = list[tuple[int, int]]()
     told = lambda done, total: seen.append((done, total))  # noqa: E731
-    config = start_files.fetch(joiner(starter, tmp_path / "joiner"), ["@x"], told=told)
+    config = start_files.fetch_start_files(
+        joiner(starter, tmp_path / "joiner"), ["@x"], on_progress=told
+    )
     here = Path(str(config.model.directory))
     assert here == tmp_path / "joiner" / "origin" / "base"
     for file in there.iterdir():
@@ -116,11 +118,11 @@ def test_a_fetch_that_broke_goes_on(
     mine, swarm = joiner(starter, tmp_path / "joiner"), Swarm(monkeypatch, donor=starter)
     swarm.breaks = lambda call: call > 4  # after the index and three parts
     with pytest.raises(SwarmError, match=r"^no peer there gives .*\(it broke\); try another addr"):
-        start_files.fetch(mine, ["@x"])
+        start_files.fetch_start_files(mine, ["@x"])
     first = swarm.asked["donor"][1:]
     swarm = Swarm(monkeypatch, donor=starter)
     swarm.breaks = lambda call: call % 3 > 0  # twice in a row
-    start_files.fetch(mine, ["@x"])
+    start_files.fetch_start_files(mine, ["@x"])
     assert len(first) == 3 and sorted(first + swarm.asked["donor"]) == sorted(parts_of(starter))
 
 
@@ -164,7 +166,7 @@ def test_an_index_that_lists_anything_else_is_refused(
     base_files.index_place(mine).parent.mkdir(parents=True)
     base_files.index_place(mine).write_bytes(content)
     Swarm(monkeypatch, donor=starter)
-    text = error_text(SwarmError, start_files.fetch, mine, ["@x"])
+    text = error_text(SwarmError, start_files.fetch_start_files, mine, ["@x"])
     assert text.startswith("model.base of the run lists no files of a model (")
     assert [*base_files.index_place(mine).parent.iterdir()] == [base_files.index_place(mine)]
 
@@ -177,7 +179,7 @@ def test_a_base_for_which_there_is_no_room_is_not_begun(
     mine = joiner(starter, tmp_path / "joiner")
     said = rf"^run\.dir={tmp_path}/joiner has room for 7 bytes, and the base needs \d+; free some"
     with pytest.raises(ConfigError, match=said):
-        start_files.fetch(mine, ["@x"])
+        start_files.fetch_start_files(mine, ["@x"])
     assert not (tmp_path / "joiner" / "origin" / "base").exists()
 
 
@@ -195,13 +197,13 @@ def test_a_base_of_the_hub_comes_from_peers_only_if_the_hub_is_silent(
         go_online(monkeypatch, hub.url, tmp_path / "cache")
         first = begun(f"org/model@{COMMIT}", tmp_path / "first")
         swarm, mine = Swarm(monkeypatch, donor=first), joiner(first, tmp_path / "joiner")
-        assert start_files.fetch(mine, ["@x"]).model.directory == first.model.directory
+        assert start_files.fetch_start_files(mine, ["@x"]).model.directory == first.model.directory
         assert swarm.asked == {"donor": []}
         go_online(monkeypatch, hub.url, tmp_path / "no cache")
         hub.gated = True
         with pytest.raises(TermsError, match="accept them at"):
-            start_files.fetch(mine, ["@x"])
+            start_files.fetch_start_files(mine, ["@x"])
         hub.gated, hub.broken = False, True
-        config = start_files.fetch(mine, ["@x"])
+        config = start_files.fetch_start_files(mine, ["@x"])
     assert config.model.directory == str(tmp_path / "joiner" / "origin" / "base")
     start_files.keep(config, models.build(config.model, 0))

@@ -15,7 +15,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.model import evaluating
 from diloco.sim.run import simulate
 from diloco.train import start_files
-from diloco.train.gradients import autocast, place
+from diloco.train.gradients import autocast, to_device
 from diloco.train.machine import fit_to_memory, inspect_machine
 from tests.support.data import chats
 from tests.support.models import small_model
@@ -98,7 +98,7 @@ def placed(*typed: str) -> tuple[nn.Module, Config]:
         for name, one in model.named_parameters():
             if "lora_B" in name:  # which is zero at the start
                 one.copy_(torch.linspace(-0.1, 0.1, one.numel()).view_as(one))
-    return place(model, config, torch.device("cpu")), config
+    return to_device(model, config, torch.device("cpu")), config
 
 
 def gradients_at(model: nn.Module, config: Config) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def test_a_base_saved_in_16_bits_is_loaded_so_and_has_the_adapter_of_all_others(
     assert trained and all(torch.equal(ours[name], one) for name, one in trained.items())
     mixed = compose(["train.device=cpu", "train.precision=bf16", "adapter=lora"])
     for model in (narrow, wide):
-        place(model, mixed, torch.device("cpu"))
+        to_device(model, mixed, torch.device("cpu"))
     assert all(torch.equal(ours[name], one) for name, one in wide.named_parameters())
     gradients_at(narrow, mixed)
 

@@ -43,7 +43,7 @@ def test_a_run_from_a_directory_has_a_manifest_without_it(saved: Path, tmp_path:
     assert str(saved) not in text and str(saved) in config.to_yaml() and not config.names_files
     manifest = parse_manifest(text)
     assert (manifest.model.path, manifest.model.model_type) == (None, "glm4_moe")
-    assert [source.what for source in sources_of(manifest)] == ["model", "tokenizer"]
+    assert [source.kind for source in sources_of(manifest)] == ["model", "tokenizer"]
     assert manifest.model.generation.items() >= {"eos_token_id": [0, 9], "top_k": 5}.items()
     assert list(manifest.model.frozen) == [BIAS]
     assert {"tokenizer.json", "chat_template.jinja"} <= manifest.data.tokenizer_files.keys()
@@ -184,9 +184,9 @@ def test_a_wrong_file_of_a_frozen_tensor_is_refused(saved: Path, tmp_path: Path)
         models.build(other.model, 0)
     place.parent.mkdir(parents=True)
     for content, why in (
-        (models.pack("x", torch.zeros(4)), "its file holds no such tensor"),
+        (models.tensor_bytes("x", torch.zeros(4)), "its file holds no such tensor"),
         (b"nonsense", "its file holds no such tensor"),
-        (models.pack(BIAS, torch.zeros(5)), r"the model has no such tensor of \[5\]"),
+        (models.tensor_bytes(BIAS, torch.zeros(5)), r"the model has no such tensor of \[5\]"),
     ):
         place.write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"^model\.frozen\.{BIAS}: {why}"):

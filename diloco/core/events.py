@@ -1,4 +1,4 @@
-"""What happens to the core, and what it asks its owner to do."""
+"""Events, which the core takes in, and actions, which it has its owner carry out."""
 
 from __future__ import annotations
 

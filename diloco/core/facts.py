@@ -109,7 +109,7 @@ class Facts:
         stamp: int,
         planned: Planned,
     ) -> Facts:
-        """What a peer knows that starts `now`."""
+        """The facts of a peer that starts `now`."""
         return cls(
             identity=identity,
             settings=settings,

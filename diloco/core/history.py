@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """What a history needs to know of the outer optimizer; equal on all machines."""
+    """Bounds of the outer optimizer that a history needs; equal on all machines."""
 
     def bounds(
         self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach
@@ -104,7 +104,7 @@ def sign(one: Any, signer: Signer, run_id: str) -> Any:
 
 
 SignedBy = Callable[[Line | Head, str], bool]
-"""Whether that peer has signed a line or a head."""
+"""Returns True if that peer has signed a line or a head."""
 
 
 def wrong(tip: Tip, head: Head, signed_by: SignedBy) -> str:
@@ -165,10 +165,14 @@ def follow(tip: Tip, head: Head, late: int, arithmetic: Arithmetic) -> tuple[Boo
 def _sum_up_the_oldest(ledger: dict[str, Entry]) -> None:
     """Name the peer that was absent longest no more; its stamp stays, so nothing counts again."""
     peer = min(ledger.keys() - {OTHERS}, key=lambda peer: (ledger[peer].stamp, peer))
-    one, others = ledger.pop(peer), ledger[OTHERS]
-    stamp, tokens = max(one.stamp, others.stamp), at_most(one.tokens + others.tokens, MAX_TOKENS)
-    times, first = one.contributions + others.contributions, others.first or one.first
-    ledger[OTHERS] = Entry(stamp, tokens, times, min(one.first, first), max(one.last, others.last))
+    oldest, others = ledger.pop(peer), ledger[OTHERS]
+    ledger[OTHERS] = Entry(
+        stamp=max(oldest.stamp, others.stamp),
+        tokens=at_most(oldest.tokens + others.tokens, MAX_TOKENS),
+        contributions=oldest.contributions + others.contributions,
+        first=min(oldest.first, others.first or oldest.first),
+        last=max(oldest.last, others.last),
+    )
 
 
 def _few(merged: Units) -> Units:

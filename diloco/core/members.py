@@ -192,7 +192,7 @@ class Members:
 
     def any_moves(self, since: float) -> bool:
         """Return True if a member that trains has made a step, or moved bytes, since then."""
-        return any(one.status.trains and one.progress_at >= since for one in self.all())
+        return any(member.status.trains and member.progress_at >= since for member in self.all())
 
     def able(self, myself: bool) -> frozenset[str]:
         """Peers that may be an author: members, those that a member hears, and perhaps `me`."""
@@ -207,7 +207,7 @@ class Members:
     def authors(self) -> frozenset[str]:
         """Members that say that they may be an author."""
         if self._authors is None:
-            able = (one.peer for one in self.all() if one.status.authors)
+            able = (member.peer for member in self.all() if member.status.authors)
             self._authors = frozenset(filter(self._is_author, able))
         return self._authors
 
@@ -231,13 +231,13 @@ class AddressBook:
         self._hearsay: dict[str, tuple[str, ...]] = {}
 
     def hear(self, peer: str, said: Mapping[str, Sequence[str]]) -> None:
-        """Take in what a peer says of itself and of others, if it is well-formed."""
+        """Take in well-formed addresses that a peer says of itself and of others."""
         for other, addresses in said.items():
             known = self._said if other == peer else self._hearsay
-            its = (one for one in addresses if one.endswith(f"/p2p/{other}"))
-            sound = (one for one in its if self.is_sound(one))
-            found = [one for one in sound if other == peer or self.may_call(one)]
-            known[other] = tuple(found[:MAX_ADDRESSES])
+            own = (address for address in addresses if address.endswith(f"/p2p/{other}"))
+            sound = (address for address in own if self.is_sound(address))
+            callable_ = [address for address in sound if other == peer or self.may_call(address)]
+            known[other] = tuple(callable_[:MAX_ADDRESSES])
             forget_oldest(known, MAX_PEERS)
 
     def of(self, peer: str) -> Sequence[str]:
@@ -272,7 +272,7 @@ class Buckets(Generic[T]):
         """Take so much in any case; returns how many seconds the taker has to wait for it."""
         if key not in self._filled and len(self._filled) >= MAX_PEERS:
             kept = self._filled.items()
-            self._filled = {k: one for k, one in kept if self.left(k, now) < self.burst}
+            self._filled = {key: level for key, level in kept if self.left(key, now) < self.burst}
             forget_oldest(self._filled, MAX_PEERS - 1)
         left, (_, at) = self.left(key, now) - amount, self._filled.get(key, (0.0, now))
         self._filled[key] = (left, max(now, at))
@@ -308,7 +308,8 @@ class Patience:
         """Return True if one of them pauses, and may: the time since the last call comes out of its
         bucket."""
         self._pauses.burst = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
-        pausing = [one.peer for one in missing.values() if one is not None and now >= one.paused_at]
+        members = [member for member in missing.values() if member is not None]
+        pausing = [member.peer for member in members if now >= member.paused_at]
         self._paused.update(pausing)
         return any([self._pauses.take(peer, now, seconds) for peer in pausing])
 

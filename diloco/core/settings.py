@@ -1,4 +1,4 @@
-"""Who a peer is, and how the histories of its run grow. Times are seconds."""
+"""The identity of a peer, and how the histories of its run grow. Times are seconds."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ProtocolSettings(Schedule):
     leased: bool = True  # training takes sequences of the run's list only, and waits for them
     min_peers: int = 1  # nobody begins alone where so many are expected
     heartbeat_s: float = 1.25  # between two statuses
-    silence_s: float = 10.0  # who says nothing for so long, or for `silence_beats`, is gone
+    silence_s: float = 10.0  # a peer that says nothing for so long, or `silence_beats`, is gone
     silence_beats: float = 8.0  # of its own heartbeats
-    settle_s: float = 5.0  # who starts, or was asleep, first listens for so long
+    settle_s: float = 5.0  # a peer that starts, or was asleep, first listens for so long
     stall_s: float = 20.0  # a process may hang for so long: no step, and no byte is moved
     first_step_s: float = 180.0  # the same for its first step, which may compile kernels
     floor_s: float = 20.0  # a barrier waits for the rest at least so long: one may hang (`stall_s`)
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this peer is, and in which run."""
+    """This peer, and its run."""
 
     me: str
     name: str

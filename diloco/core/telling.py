@@ -1,4 +1,4 @@
-"""What a peer tells the others: a hello to each, whole, then what changed, and heartbeats."""
+"""Statuses of a peer for the others: a hello to each, whole, then what changed, and heartbeats."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def give_back(core: Facts) -> None:
 
 
 def changed(core: Facts) -> None:
-    """What `has` says may have changed."""
+    """Note that what `has` returns may have changed."""
     core.data.changed = True
 
 

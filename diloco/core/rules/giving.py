@@ -1,4 +1,4 @@
-"""What others ask for here: records of the newest versions, and parts of an anchor (`Outbox`).
+"""Answers to other peers: records of the newest versions, and parts of an anchor (`Outbox`).
 
 A donor gives a record to `fanout` peers at a time, and these pass its parts on while they arrive;
 `tips` says why nobody waits in a circle. Parts of an anchor are given to all who ask for them.

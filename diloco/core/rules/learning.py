@@ -1,4 +1,4 @@
-"""What inner steps have learned, from a base until it is a contribution (`Loop`, `Learned`).
+"""The progress of inner steps, from a base until it is a contribution (`Loop`, `Learned`).
 
 inner steps -> due -> drafted: the owner makes the payload -> `contributions.captured`
 """
@@ -126,7 +126,7 @@ def load(core: Facts, f: FragmentState) -> None:
 
 
 def forget(f: FragmentState) -> None:
-    """What was learned here since the base is lost, or sent."""
+    """Forget what was learned here since the base: it is lost, or sent."""
     f.learned.tokens = 0
     f.learned.steps = 0
     f.learned.units = NONE

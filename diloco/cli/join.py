@@ -63,7 +63,6 @@ def join(address: str | None, yes: bool, options: Options) -> int:
     from rich.console import Console
 
     from diloco.dashboard.live import LiveView, print_warnings
-    from diloco.swarm.client.watch import stub_hivemind_packages
 
     print_warnings()
     console = Console()
@@ -71,7 +70,6 @@ def join(address: str | None, yes: bool, options: Options) -> int:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         with ExitStack() as stack:
-            stub_hivemind_packages(["hivemind"])
             if rank == 0:
                 stack.enter_context(view)
                 config = _prepare(config, swarm, options.keys, yes, ranks, view, stack)

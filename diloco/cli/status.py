@@ -42,12 +42,9 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
     """
     import asyncio
 
-    from diloco.swarm.client.watch import stub_hivemind_packages
-
     if watch and as_json:
         raise ConfigError("--watch and --json exclude each other; call it once a second instead")
     swarm = _place(address)
-    stub_hivemind_packages()
     try:
         return asyncio.run(_status(swarm, watch, as_json, table))
     except KeyboardInterrupt:
@@ -142,7 +139,6 @@ def dashboard(address: str | None, host: str, port: int) -> int:
     import asyncio
 
     from diloco.dashboard.server import Dashboard
-    from diloco.swarm.client.watch import stub_hivemind_packages
 
     swarm = _place(address)
     try:
@@ -150,7 +146,6 @@ def dashboard(address: str | None, host: str, port: int) -> int:
     except OSError as error:
         failed = f"--host={host} --port={port} cannot be listened on: {error.strerror}"
         raise ConfigError(f"{failed}; choose another --port, or 0 for any") from None
-    stub_hivemind_packages()
     with page, suppress(KeyboardInterrupt):
         asyncio.run(_serve(page, swarm, host))
     return 0

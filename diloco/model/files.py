@@ -8,8 +8,10 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,7 +172,34 @@ def transformers() -> Any:
     warnings, because output tears the live table."""
     import transformers
 
+    _import_losses()
     module: Any = transformers  # its functions have no annotations
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
     return module
+
+
+def _import_losses() -> None:
+    """Import the losses of transformers without scipy, a seventh of what all of it takes: only
+    those that match boxes in images call it, and they import it then."""
+    utils: Any = import_module("transformers.utils")
+    has_scipy = utils.is_scipy_available
+    if "transformers.loss.loss_utils" in sys.modules or not has_scipy():
+        return
+
+    def not_yet() -> bool:
+        return False
+
+    def linear_sum_assignment(*arguments: Any, **settings: Any) -> Any:
+        return import_module("scipy.optimize").linear_sum_assignment(*arguments, **settings)
+
+    utils.is_scipy_available = not_yet
+    try:
+        import_module("transformers.loss.loss_utils")
+    finally:
+        utils.is_scipy_available = has_scipy
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get("is_scipy_available") is not_yet:
+                vars(module).update(
+                    is_scipy_available=has_scipy, linear_sum_assignment=linear_sum_assignment
+                )

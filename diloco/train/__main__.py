@@ -25,9 +25,6 @@ def peer(arguments: list[str]) -> int:
         config = resolved(config)
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
     logging.getLogger("diloco").setLevel(logging.INFO)
-    from diloco.swarm.client.watch import stub_hivemind_packages
-
-    stub_hivemind_packages(["hivemind"])  # half a second less
     from diloco.rundir.reporting import WarningLines, json_lines, log_lines
 
     # after the configuration is known to be good: torch takes seconds

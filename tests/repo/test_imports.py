@@ -49,6 +49,7 @@ TORCH = "outer extensions model data swarm rundir attach train sim integrations"
 HOMES = {
     "hivemind": {"swarm"},
     "peft": {"model"},
+    "scipy": {"model"},
     "bitsandbytes": {"model"},
     "transformers": {"model", "data", "integrations"},
     "accelerate": {"integrations"},

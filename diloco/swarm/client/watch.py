@@ -4,11 +4,8 @@ trace in the DHT."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from diloco.config.address import address_error
 from diloco.errors import PayloadError, SwarmError
@@ -23,27 +20,6 @@ ANSWER_S = 10.0
 RECONNECT_S = 10.0  # while nobody answers
 SILENT = "does not answer"
 MAX_KNOWN = 64  # peers to ask when the one that answered last is gone
-WATCHER_STUBS = ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht")
-
-
-def stub_hivemind_packages(packages: Sequence[str] = WATCHER_STUBS) -> None:
-    """Let this process import parts of hivemind without `hivemind/__init__`, which imports torch,
-    scipy and more.
-
-    These packages become empty. By default only `hivemind.p2p` can be imported afterwards, enough
-    to watch; with `hivemind` alone, everything that a peer needs. Nothing happens when hivemind is
-    imported already.
-    """
-    if "hivemind" in sys.modules:
-        return
-    spec = importlib.util.find_spec("hivemind")
-    if spec is None or not spec.submodule_search_locations:
-        return  # the import itself says what is wrong
-    for name in packages:
-        package = ModuleType(name)
-        inside = name.removeprefix("hivemind").replace(".", "/")
-        package.__path__ = [folder + inside for folder in spec.submodule_search_locations]
-        sys.modules[name] = package
 
 
 class SwarmWatcher:

@@ -1,8 +1,9 @@
 """`diloco local`: several peers on this machine, each a process, over the real network stack.
 
 Every peer is `python -m diloco.train` with the same configuration and a name, a shard and a log of
-its own. The first starts the swarm and writes its address into the run directory, where the others
-wait for it. Their JSON lines become the live table; their summaries become summary.json.
+its own; where that is safe, a fork of this process, which has imported what peers need. The first
+starts the swarm and writes its address into the run directory, where the others wait for it. Their
+JSON lines become the live table; their summaries become summary.json.
 
 The first Ctrl+C makes each peer leave cleanly, or kills it if it is not ready and has nothing to
 lose; the second kills all. A peer's standard input is a pipe from here: if this process is killed,
@@ -36,6 +37,7 @@ from diloco.process import on_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from diloco.cli.forked import Forked
     from diloco.config import Config
     from diloco.dashboard.live import LiveView
     from diloco.rundir.reporting import Report
@@ -89,6 +91,14 @@ def _run(config: Config) -> int:
     what = f"{config.model.name} on {config.data.source}, {config.outer.method}"
     console = Console()
     print_who_can_join(console, config)
+    from diloco.cli.forked import import_once
+
+    try:
+        with on_signals(_interrupted):
+            files = import_once(config)
+    except KeyboardInterrupt:
+        console.print("stopped before the first outer step", highlight=False)
+        return 0
     messages: Said = queue.Queue()
     with contextlib.ExitStack() as stack:
         peers: list[LocalPeer] = []
@@ -97,11 +107,13 @@ def _run(config: Config) -> int:
         for index, name in enumerate(names):
             arguments, environment = _peer(config, base, index, names)
             log = run_dir / "logs" / f"{name}.log"
-            process = _started(name, arguments, log, environment, messages)
+            process = _started(name, arguments, log, environment, files)
             peers.append(stack.enter_context(process))
             if stop:
                 peers[-1].stop()
                 break
+        for peer in peers:  # after the last fork, which copies no thread
+            peer.hear(messages)
         title = f"{config.run.id}: {len(names)} peers, {what}"
         with LiveView(console, names, config.budget.outer_steps, title) as view:
             culprit = _follow(peers, messages, view, stop)
@@ -215,12 +227,18 @@ class LocalPeer:
     """One peer process and what it said."""
 
     name: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     log: Path
     log_start: int  # bytes that earlier sessions wrote
     ready: bool = False
     begun: bool = False  # one of them trains: ranks of data parallel say nothing of themselves
     summary: Summary | None = None
+
+    def hear(self, said: Said) -> None:
+        """Listen to it from now on, and wait for its end, in threads."""
+        listening = threading.Thread(target=_listen, args=(self, said), daemon=True)
+        listening.start()
+        threading.Thread(target=_wait, args=(self, listening, said), daemon=True).start()
 
     def stop(self) -> None:
         """Makes it leave, or kills it if it is not ready: then it waits, and hears no signal."""
@@ -258,27 +276,35 @@ Said: TypeAlias = "queue.Queue[tuple[LocalPeer, Report | None]]"
 
 @contextlib.contextmanager
 def _started(
-    name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], said: Said
+    name: str,
+    arguments: list[str],
+    log: Path,
+    environment: Mapping[str, str],
+    files: set[int] | None,
 ) -> Iterator[LocalPeer]:
-    """Starts `python ARGUMENTS`, one peer, which never outlives this context."""
+    """Start `python ARGUMENTS`, one peer, which never outlives this context. It is forked if there
+    are `files`, those of `import_once`."""
     log.parent.mkdir(exist_ok=True)
+    environment = {**os.environ, **environment}
+    process: subprocess.Popen[str] | Forked
     with log.open("a", encoding="utf-8") as errors:
         log_start = log.stat().st_size
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            encoding="utf-8",
-            env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl+C reaches this process only, which passes it on once
-        )
-    peer = LocalPeer(name, process, log, log_start)
-    listening = threading.Thread(target=_listen, args=(peer, said), daemon=True)
-    listening.start()
-    threading.Thread(target=_wait, args=(peer, listening, said), daemon=True).start()
+        if files is not None:
+            from diloco.cli.forked import fork
+
+            process = fork(arguments, errors, environment, files)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                env=environment,
+                start_new_session=True,  # Ctrl+C reaches this process only, which passes it on once
+            )
     try:
-        yield peer
+        yield LocalPeer(name, process, log, log_start)
     finally:
         if process.poll() is None:
             process.kill()
@@ -313,8 +339,8 @@ def _follow(
         if message is not None:
             peer.ready |= isinstance(message, Ready)
             if isinstance(message, PeerStatus) and message.state == "training":
-                for one in peers:
-                    one.begun = True
+                for other in peers:
+                    other.begun = True
             if isinstance(message, Finished):
                 peer.summary = message.summary
             view.update(message)
@@ -330,6 +356,10 @@ def _follow(
             for other in peers:
                 other.stop()
     return culprit
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

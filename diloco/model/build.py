@@ -137,6 +137,14 @@ def outline(settings: ModelConfig) -> nn.Module:
     return built.train()
 
 
+def import_model(settings: ModelConfig) -> None:
+    """Import the code of such a model, which takes seconds; what is wrong is left to `build`."""
+    library = transformers()
+    names = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports no model
+    if settings.model_type in names:
+        getattr(library, names[settings.model_type])
+
+
 def num_parameters(model: nn.Module) -> int:
     """Count trainable and frozen parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -90,13 +90,9 @@ class _FloatCodec(Codec):
         acc.add_(self.values(payload, acc.numel()), alpha=weight)
 
     def values(self, payload: Tensor, numel: int) -> Tensor:
-        return self._measured(payload, numel)[0]
+        return self.measured(payload, numel)[0]
 
-    def norm(self, payload: Tensor, numel: int) -> float:
-        return self._measured(payload, numel)[1]
-
-    def _measured(self, payload: Tensor, numel: int) -> tuple[Tensor, float]:
-        """The decoded values, all of which are within bounds, and their norm."""
+    def measured(self, payload: Tensor, numel: int) -> tuple[Tensor, float]:
         self._check_length(payload, numel)
         if is_aligned(payload, self.dtype):
             values = payload.view(self.dtype)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from blake3 import blake3
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from diloco.errors import PayloadError
 from diloco.outer.fragments import CHUNK
+from diloco.outer.payloads import over_chunks
 
 assert sys.byteorder == "little", "digests are defined over little-endian fp32"
 
@@ -41,11 +41,7 @@ def part_digest(part: Tensor) -> str:
 def part_digests(flat: Tensor) -> tuple[str, ...]:
     """The digests of all parts of a fragment: (numel,) fp32, contiguous, on the CPU."""
     parts = [flat[start:stop] for start, stop in part_ranges(flat.numel())]
-    threads = min(len(parts), torch.get_num_threads())
-    if threads <= 1:
-        return tuple(part_digest(part) for part in parts)
-    with ThreadPoolExecutor(threads) as pool:
-        return tuple(pool.map(part_digest, parts))
+    return tuple(over_chunks(part_digest, parts))
 
 
 def part_ranges(numel: int) -> list[tuple[int, int]]:

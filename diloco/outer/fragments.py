@@ -209,7 +209,7 @@ def scatter_(
 def as_loaded(
     buffer: Tensor, values: Tensor, fragment: Fragment, start: int, parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """What parameters hold after `scatter_` wrote these values, (n,) fp32, to them: the values,
+    """Values of parameters after `scatter_` wrote these values, (n,) fp32, to them: the values,
     rounded to the parameters' dtypes.
 
     The result is the values where no parameter is narrower than fp32, else in the buffer.

@@ -62,7 +62,7 @@ class CopyStream:
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """What is put here from now on comes after that place of another stream."""
+        """Let what is put here from now on come after that place of another stream."""
         self._stream().wait_event(event)
 
 
@@ -221,7 +221,7 @@ class Local:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def of_process(self, name: str) -> Tensor:
-        """What this process has of a parameter."""
+        """The part of a parameter that this process has."""
         return self.tensors[name]
 
     def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
@@ -251,7 +251,7 @@ class Local:
         yield from staging.read(ranges, gather, self._ready or staging.training.record())
 
     def can_copy(self, fragment: Fragment) -> bool:
-        """Whether `copied` makes a copy: the fragment is on an accelerator, and in this process."""
+        """True if `copied` makes a copy: the fragment is on an accelerator, and in this process."""
         return self.is_whole and self._staging(fragment, 0, fragment.numel) is not None
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ class Local:
             own = self.of_process(piece.name)
             copies[str(index)] = out = staging.empty(piece.numel, own.dtype)
             read_(out, own, piece.start, staging.training.copy_)
-        pieces = tuple(Slice(name, 0, one.numel()) for name, one in copies.items())
+        pieces = tuple(Slice(name, 0, copy.numel()) for name, copy in copies.items())
         local = Local(copies, self._staging_of, staging.training.record())
         return Source(local, Fragment(fragment.index, pieces, fragment.numel))
 
@@ -289,7 +289,7 @@ class Local:
 
 
 class Source(NamedTuple):
-    """Where the values of a fragment are read: parameters, or a copy of them, and the fragment's
+    """Source of the values of a fragment: parameters, or a copy of them, and the fragment's
     place in these."""
 
     local: Local

@@ -186,7 +186,7 @@ def _two_levels(kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kept(numel: int) -> int:
-    """How many elements of a block topk sends."""
+    """Number of elements of a block that topk sends."""
     return -(-numel // _ELEMENTS_PER_KEPT)
 
 

@@ -1,4 +1,4 @@
-"""How the contributions to a version become one pseudo-gradient: merge rules (`outer.merge`), chunk
+"""Merge contributions to one pseudo-gradient: merge rules (`outer.merge`), chunk
 by chunk, and what evens out the merged matrices (`outer.flatten`).
 
 What each contribution counts is decided in `robust`.

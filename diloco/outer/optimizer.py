@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, TypeVar
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from diloco.config import OuterConfig, registry
-from diloco.outer.payloads import Codec, buffer
+from diloco.outer.payloads import Codec, buffer, over_chunks
 
 Value = TypeVar("Value", float, Tensor)
 YOUTH = 16  # versions after which the momentum of a run without a plan has risen by half
@@ -58,7 +58,7 @@ class OuterStep:
 
 
 class Transition(ABC):
-    """What one outer step does to a chunk of the vectors: the momentum and the further ones of the
+    """Effect of one outer step on a chunk of the vectors: the momentum and the further ones of the
     optimizer. The master moves first, and the rest once the update is known."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Linear(Transition):
 
     @torch.no_grad()
     def follow_(self, vectors: Sequence[Tensor], moved: Tensor) -> None:
-        """The movement tells the mean, and that the rest.
+        """Recover the mean from how far the anchor moved, then update momentum and window.
 
         With Nesterov the new momentum is (beta m - moved / lr) / (1 + beta). So each step
         multiplies an error in m by beta / (1 + beta), at most a half: a momentum that starts out
@@ -156,16 +156,20 @@ class OuterState:
         transition: Transition,
         codec: Codec,
         anchor: Tensor,
-        parts: Iterable[tuple[Tensor, tuple[int, int]]],
+        parts: Sequence[tuple[Tensor, tuple[int, int]]],
     ) -> None:
         """Move an anchor by the chunks of its update, each with its range, and the vectors by what
         it moved."""
         self.join_(step)
-        for update, (start, stop) in parts:
+
+        def apply_(part: tuple[Tensor, tuple[int, int]]) -> None:
+            update, (start, stop) = part
             chunk = anchor[start:stop]
             moved = buffer("moved", torch.float32, stop - start).copy_(chunk)
             codec.apply_update_(chunk, update)
             transition.follow_(self.part(start, stop), torch.sub(chunk, moved, out=moved))
+
+        over_chunks(apply_, parts)
         self.version, self.pushes = (
             step.version + 1,
             (step.pushes + step.contributions) % step.delay,
@@ -223,9 +227,9 @@ class OuterOptimizer(ABC):
     name: ClassVar[str]
     num_buffers: ClassVar[int] = 1
     windowed: ClassVar[bool] = False
-    """Whether a momentum step belongs to `outer.delay` contributions, rather than to a version."""
+    """True if a momentum step belongs to `outer.delay` contributions, rather than to a version."""
     can_follow: ClassVar[bool] = True
-    """Whether an heir can compute the vectors from the updates that it applies."""
+    """True if an heir can compute the vectors from the updates that it applies."""
 
     def __init_subclass__(cls) -> None:
         if "transition" in vars(cls):
@@ -251,7 +255,7 @@ class OuterOptimizer(ABC):
         return lr_at(peers, settings.lr, self._lr_by_peers), momentum
 
     def transition(self, step: OuterStep) -> Transition:
-        """What a step does, whose contributions are pushed one after another."""
+        """Effect of a step, whose contributions are pushed one after another."""
         lr, beta = self.rates(step)
         pushes, delay = range(1), 1
         if self.settings.windowed:
@@ -267,7 +271,7 @@ class OuterOptimizer(ABC):
     def reach(
         self, step: OuterStep, longest: float, before: Reach = (0.0, 0.0, 0.0)
     ) -> tuple[float, Reach]:
-        """How long the update of a step may be that is made of contributions no longer than
+        """Bound the length of the update of a step whose contributions are no longer than
         `longest`, and the reach after it. It also publishes what earlier encodings lost. Infinite
         unless the step is `Linear`.
         """

@@ -7,8 +7,10 @@ import mmap
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ SAFE = 1e15
 overflow fp32."""
 
 Integers = NDArray[np.signedinteger]
+Chunk = TypeVar("Chunk")
+Result = TypeVar("Result")
 
 
 class Codec(ABC):
@@ -41,10 +45,10 @@ class Codec(ABC):
 
     name: ClassVar[str]
     carries_values: ClassVar[bool] = False
-    """Whether an update holds the new values, which need no earlier anchor, rather than a
+    """True if an update holds the new values, which need no earlier anchor, rather than a
     displacement."""
     publishes: ClassVar[bool] = False
-    """Whether it may encode updates: `apply_update_` has equal bits on all machines."""
+    """True if it may encode updates: `apply_update_` has equal bits on all machines."""
 
     @abstractmethod
     def widths(self, numel: int) -> list[int]:
@@ -79,9 +83,10 @@ class Codec(ABC):
         self.decode(payload, values)
         return values
 
-    def norm(self, payload: Tensor, numel: int) -> float:
-        """L2 norm of the decoded values."""
-        return norm_of(self.values(payload, numel))
+    def measured(self, payload: Tensor, numel: int) -> tuple[Tensor, float]:
+        """The decoded values, as `values` returns them, and their L2 norm."""
+        values = self.values(payload, numel)
+        return values, norm_of(values)
 
     def accumulate_(self, acc: Tensor, payload: Tensor, weight: float) -> None:
         """acc += weight * decoded. With weight 1 the sum is the only rounding."""
@@ -104,7 +109,7 @@ class Codec(ABC):
             self.accumulate_(anchor, payload, 1.0)
 
     def updated(self, anchor: Tensor, payload: Tensor) -> Tensor:
-        """What `apply_update_` makes of the anchor: (n,) fp32, in the payload or a buffer."""
+        """The anchor after `apply_update_`: (n,) fp32, in the payload or a buffer."""
         if self.carries_values:
             return self.values(payload, anchor.numel())
         after = buffer("after", torch.float32, anchor.numel()).copy_(anchor)
@@ -118,7 +123,7 @@ class Codec(ABC):
 
 
 class Layout:
-    """Where the chunks of a fragment lie in its values (`ranges`) and in its payload (`nbytes`)."""
+    """Places of the chunks of a fragment in its values (`ranges`) and in its payload (`nbytes`)."""
 
     def __init__(self, codec: Codec, numel: int) -> None:
         self.ranges = tuple(chunks(numel))
@@ -151,7 +156,7 @@ def magnitude_of(x: Tensor) -> float:
 
 
 def is_within(x: Tensor, largest: float, norm: float) -> bool:
-    """Whether no magnitude of fp32 values, which have this L2 norm, is above `largest` or NaN.
+    """True if no magnitude of fp32 values, which have this L2 norm, is above `largest` or NaN.
 
     The norm takes half the time of the extremes, and bounds them; the factor 2 is far above its
     rounding.
@@ -213,7 +218,7 @@ def power_of_two(exponents: Integers, shift: int) -> Tensor:
 
 
 def is_aligned(payload: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch can view the bytes as `dtype`. A slice of a larger message may lie at any
+    """True if torch can view the bytes as `dtype`. A slice of a larger message may lie at any
     offset."""
     return not (payload.storage_offset() % dtype.itemsize or payload.data_ptr() % dtype.itemsize)
 
@@ -223,6 +228,35 @@ def assert_chunk(x: Tensor, out: Tensor, nbytes: int) -> None:
     one_chunk = x.dtype == torch.float32 and x.dim() == 1 and 0 < x.numel() <= CHUNK
     assert one_chunk, "values must be one fp32 chunk"
     assert out.dtype == torch.uint8 and out.numel() == nbytes, f"out must be {nbytes} bytes"
+
+
+def over_chunks(work: Callable[[Chunk], Result], chunks: Sequence[Chunk]) -> list[Result]:
+    """Results of `work` for each chunk, in order; raises what it raises, once all have ended.
+
+    Where torch has several threads (`train.threads`), as many share out the chunks, and each
+    computes alone. In one operation on one chunk they would start and wait longer than they work.
+    """
+    threads = torch.get_num_threads()
+    if min(threads, len(chunks)) <= 1:
+        return [work(chunk) for chunk in chunks]
+    pool, work = _pool(threads), torch.no_grad()(work)
+    works = [pool.submit(work, chunk) for chunk in chunks]
+    wait(works)
+    return [done.result() for done in works]
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    pool, begun = ThreadPoolExecutor(threads, "chunks"), threading.Barrier(threads)
+
+    def begin() -> None:
+        torch.get_num_threads()  # a thread takes over the common number at its first call
+        torch.set_num_threads(1)  # of this thread, and the common one until it is restored
+        begun.wait()
+
+    wait([pool.submit(begin) for _ in range(threads)])
+    torch.set_num_threads(threads)
+    return pool
 
 
 class _Buffers(threading.local):

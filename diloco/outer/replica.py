@@ -32,11 +32,11 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import CODECS
-from diloco.outer.digest import digest_of, part_ranges
-from diloco.outer.fragments import Fragment, as_loaded, chunks
+from diloco.outer.digest import PART, digest_of
+from diloco.outer.fragments import CHUNK, Fragment, as_loaded, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
-from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of
+from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of, over_chunks
 
 __all__ = ["Replica"]
 
@@ -69,7 +69,8 @@ class Replica:
         self.up, self.down = CODECS[settings.codec_up], CODECS[settings.codec_down]
         self.optimizer = OUTER_OPTIMIZERS[settings.optimizer](settings)
         self.rng: random.Random = random.SystemRandom()
-        self.anchors = [torch.empty(one.numel, dtype=torch.float32) for one in self.fragments]
+        numels = [fragment.numel for fragment in self.fragments]
+        self.anchors = [torch.empty(numel, dtype=torch.float32) for numel in numels]
         self.aggregates: dict[int, Aggregate] = {}
         self.states: dict[int, OuterState] = {}
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
@@ -98,7 +99,7 @@ class Replica:
 
     @property
     def capturing(self) -> bool:
-        """Whether some copy is not captured yet."""
+        """True while some copy is not captured yet."""
         return bool(self._copies)
 
     @torch.no_grad()
@@ -117,22 +118,28 @@ class Replica:
         if beta and residual is None:
             residual = self.residuals[fragment] = torch.zeros_like(self.anchors[fragment])
         pieces = self.payloads[fragment].split(payload)
-        try:
-            for delta, (piece, (start, stop)) in zip(self._deltas(fragment), pieces, strict=True):
+
+        def encode(pieces: Sequence[tuple[Tensor, tuple[int, int]]]) -> None:
+            deltas = self._deltas(fragment, [range for _, range in pieces])
+            for delta, (piece, (start, stop)) in zip(deltas, pieces, strict=True):
                 if residual is not None:
                     delta.add_(residual[start:stop], alpha=beta)
                 self.up.encode(delta, piece)
                 if residual is not None:
                     self.up.accumulate_(delta, piece, -1.0)
                     residual[start:stop].copy_(delta)
+
+        # copies from a device, and messages between ranks, go one after another
+        is_here = self.local.is_whole and not self.local.can_copy(self.fragments[fragment])
+        try:
+            over_chunks(encode, [[piece] for piece in pieces] if is_here else [pieces])
         finally:
             self._copies.pop(fragment, None)
         return payload
 
-    def _deltas(self, index: int) -> Iterator[Tensor]:
-        """The pseudo-gradient, chunk by chunk, fp32, in this thread's buffer."""
+    def _deltas(self, index: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """These ranges of the pseudo-gradient, fp32, each in this thread's buffer."""
         local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
-        ranges = self.payloads[index].ranges
         for (start, stop), own in zip(ranges, local.read(fragment, ranges), strict=True):
             rounded = buffer("base", torch.float32, stop - start)
             # it may move between two chunks
@@ -147,27 +154,35 @@ class Replica:
 
     def payload_norm(self, fragment: int, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8). `PayloadError` if it is invalid."""
-        parts = self.payloads[fragment].split(payload)
-        return math.hypot(*(self.up.norm(part, stop - start) for part, (start, stop) in parts))
+        if fragment in self.aggregates:
+            return self.aggregates[fragment].sketches.add(payload)
+
+        def norm(part: tuple[Tensor, tuple[int, int]]) -> float:
+            values, (start, stop) = part
+            return self.up.measured(values, stop - start)[1]
+
+        return math.hypot(*over_chunks(norm, self.payloads[fragment].split(payload)))
 
     # -- what this peer adopts ---------------------------------------------------------------------
 
     @torch.no_grad()
     def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
-        """How far (L2) a whole update (uint8) would move the anchor, and the digests of its parts
-        after that; nothing is changed. `PayloadError` if it is invalid.
+        """Distance (L2) by which a whole update (uint8) would move the anchor, and the digests of
+        its parts after that; nothing is changed. `PayloadError` if it is invalid.
         """
-        anchor, norms, parts, hasher = self.anchors[fragment], [], [], blake3()
-        ends = {stop for _, stop in part_ranges(anchor.numel())}
-        for piece, (start, stop) in self.updates[fragment].split(update):
-            after = self.down.updated(anchor[start:stop], piece)
-            moved = buffer("moved", torch.float32, stop - start)
-            norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
-            hasher.update(after.numpy().data.cast("B"))
-            if stop in ends:
-                parts.append(hasher.hexdigest())
-                hasher = blake3()
-        return math.hypot(*norms), tuple(parts)
+        anchor, pieces = self.anchors[fragment], self.updates[fragment].split(update)
+
+        def part(first: int) -> tuple[float, str]:
+            norms, hasher = [], blake3()
+            for piece, (start, stop) in pieces[first : first + PART // CHUNK]:
+                after = self.down.updated(anchor[start:stop], piece)
+                moved = buffer("moved", torch.float32, stop - start)
+                norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
+                hasher.update(after.numpy().data.cast("B"))
+            return math.hypot(*norms), hasher.hexdigest()
+
+        norms, digests = zip(*over_chunks(part, range(0, len(pieces), PART // CHUNK)), strict=True)
+        return math.hypot(*norms), digests
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> None:
         """Move the anchor by a whole update (uint8), with momentum and window if they are here.
@@ -179,9 +194,12 @@ class Replica:
         anchor, state = self.anchors[fragment], self.states.get(fragment)
         if state is not None:
             state.apply_(step, self.optimizer.transition(step), self.down, anchor, parts)
-        else:
-            for part, (start, stop) in parts:
-                self.down.apply_update_(anchor[start:stop], part)
+            return
+
+        def apply_(part: tuple[Tensor, tuple[int, int]]) -> None:
+            self.down.apply_update_(anchor[slice(*part[1])], part[0])
+
+        over_chunks(apply_, parts)
 
     @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
@@ -215,13 +233,13 @@ class Replica:
 
     @property
     def can_follow(self) -> bool:
-        """Whether an heir has anything to know, and can compute it from the updates."""
+        """True if an heir has anything to know, and can compute it from the updates."""
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
     def follow(self, fragments: Collection[int]) -> None:
         """Keep momentum and window of these fragments and of this peer's own, and of no others."""
         wanted = {*self.aggregates, *(fragments if self.can_follow else ())}
-        self.states = {one: self._state(one) for one in sorted(wanted)}
+        self.states = {fragment: self._state(fragment) for fragment in sorted(wanted)}
 
     def hold(
         self, fragment: int, master: Tensor | None = None, state: OuterState | None = None

@@ -1,4 +1,4 @@
-"""How much each contribution counts, so that one bad contribution cannot spoil a version.
+"""Judge contributions, so that one bad contribution cannot spoil a version.
 
 `clip` scales norms above factor x the median down to that, and leaves out what points against the
 others. Clipping alone bounds the *length* of a lie; the angle is what takes a reversed contribution
@@ -17,11 +17,13 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from diloco.outer.payloads import Codec, Layout, norm_of
+from diloco.outer.payloads import Codec, Layout, norm_of, over_chunks
 
 MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
 OPPOSED_COSINE = -0.1
@@ -44,7 +46,7 @@ MEMORY = 8  # norms remembered; few, because norms follow the learning rate
 
 @dataclass(frozen=True)
 class Judgement:
-    """What each contribution to a version counts, in the order in which they were given: it is
+    """Weight of each contribution to a version, in the order in which they were given: it is
     multiplied with its scale, and averaged with its weight; with weight 0 it is left out."""
 
     weights: tuple[float, ...]
@@ -159,8 +161,8 @@ def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
     return 0.0 if momentum is None else norm_of(momentum)
 
 
-class Comparison:
-    """The directions of the contributions to one version, as far as sketches show them.
+class Sketches:
+    """Sketches of the contributions to one version, each made when its contribution arrives.
 
     A *sketch* is some 8,000 values of a chunk at equal distances; a short chunk is its own sketch.
     The distance is odd, so it is in step with no layer's width. A generator that only the author
@@ -169,31 +171,57 @@ class Comparison:
     several.
 
     Args:
-        payloads: n whole contributions (uint8); `PayloadError` if one is invalid.
-        up: decodes them. layout: where their chunks are. rng: see above.
+        up: decodes contributions. layout: where their chunks are. rng: see above.
+    """
+
+    def __init__(self, up: Codec, layout: Layout, rng: random.Random) -> None:
+        self._up, self._layout = up, layout
+        self.taken: list[range] = []  # of each chunk, in the whole fragment
+        for start, stop in layout.ranges:
+            distance = max(1, (stop - start) // SKETCH - 1 | 1)
+            self.taken.append(range(start + rng.randrange(distance), stop, distance))
+        self._ends = list(accumulate(map(len, self.taken)))
+        self._kept = WeakTensorKeyDictionary()  # by contribution
+
+    def add(self, payload: Tensor) -> float:
+        """L2 norm of a whole contribution (uint8), whose sketch is kept for as long as the tensor.
+        `PayloadError` if it is invalid."""
+        parts = self._layout.split(payload)
+        sketch = torch.empty(self._ends[-1], dtype=torch.float32)
+
+        def add(chunk: int) -> float:
+            (part, (start, stop)), taken, end = parts[chunk], self.taken[chunk], self._ends[chunk]
+            values, norm = self._up.measured(part, stop - start)
+            values = values[taken.start - start :: taken.step]
+            # as long as the chunk
+            torch.mul(values, math.sqrt(taken.step), out=sketch[end - len(taken) : end])
+            return norm
+
+        norm = math.hypot(*over_chunks(add, range(len(parts))))
+        self._kept[payload] = sketch
+        return norm
+
+    def compare(self, payloads: Sequence[Tensor]) -> Comparison:
+        """Compare whole contributions; one that arrived before this version is sketched now."""
+        for payload in payloads:
+            if payload not in self._kept:
+                self.add(payload)
+        return Comparison(torch.stack([self._kept[payload] for payload in payloads]), self.taken)
+
+
+class Comparison:
+    """The directions of the contributions to one version, as far as sketches show them.
+
+    Args:
+        sketches: (n, numel) fp32, overwritten. taken: what they are of the whole fragment.
 
     Attributes:
         numel: how many values of each are compared.
         cosines: (n, n) float64, of the sketches with each other.
     """
 
-    def __init__(
-        self, payloads: Sequence[Tensor], up: Codec, layout: Layout, rng: random.Random
-    ) -> None:
-        self._taken: list[range] = []  # of each chunk, in the whole fragment
-        for start, stop in layout.ranges:
-            distance = max(1, (stop - start) // SKETCH - 1 | 1)
-            self._taken.append(range(start + rng.randrange(distance), stop, distance))
-        parts = [layout.split(payload) for payload in payloads]
-        self.numel = sum(map(len, self._taken))
-        self._sketches, end = torch.empty(len(parts), self.numel, dtype=torch.float32), 0
-        for chunk, taken in enumerate(self._taken):
-            begin, end = end, end + len(taken)
-            for one, whole in enumerate(parts):
-                payload, (start, stop) = whole[chunk]
-                sketch = up.values(payload, stop - start)[taken.start - start :: taken.step]
-                # as long as the chunk
-                torch.mul(sketch, math.sqrt(taken.step), out=self._sketches[one, begin:end])
+    def __init__(self, sketches: Tensor, taken: Sequence[range]) -> None:
+        self._sketches, self._taken, self.numel = sketches, taken, sketches.shape[1]
         # keeps squares finite
         self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)
         gram = (self._sketches @ self._sketches.T).double()
@@ -216,4 +244,4 @@ class Comparison:
         if self.numel < ALIKE_VALUES:
             return []
         pairs = (self.cosines.triu(1) > ALIKE_COSINE).nonzero().tolist()
-        return [(one, other, float(self.cosines[one, other])) for one, other in pairs]
+        return [(first, second, float(self.cosines[first, second])) for first, second in pairs]

@@ -1,6 +1,7 @@
 """The outer step as peers take it together: capture, merge, apply, with no network between them."""
 
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from diloco.errors import PayloadError
-from diloco.outer.digest import fragment_digest
+from diloco.outer.digest import PART, fragment_digest
 from diloco.outer.fragments import BLOCK, CHUNK, partition
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
+from diloco.outer.payloads import over_chunks
 from diloco.outer.replica import Replica
 from tests.support.outer import EXACT, author, gaussian, make, named, outer, payload_of
 
@@ -221,3 +223,72 @@ def test_an_author_restarts_with_the_momentum_there_is() -> None:
     own.restart()
     assert torch.equal(own.master, fetched) and own.master.data_ptr() != peer.anchors[0].data_ptr()
     torch.testing.assert_close(peer.states[0].momentum, torch.ones(21))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "e3m0"])
+def test_threads_that_share_out_the_chunks_make_the_same_bits(codec: str) -> None:
+    numel = 2 * PART + CHUNK + 5  # the last part has two chunks
+
+    def version(threads: int) -> list[object]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            weight = gaussian(numel)
+            settings = outer(codec_up=codec, codec_down=codec, momentum=0.5)
+            peer = author({"w": weight}, settings)
+            payloads = []
+            for seed in range(1, 5):
+                weight.add_(gaussian(numel, seed, 0.01))
+                payloads.append(peer.capture(0))
+            merged, digest = make(peer, named(payloads))
+            follower = author({"w": gaussian(numel)}, settings)
+            moved, parts = follower.foresee(0, merged.update)
+            assert digest == fragment_digest(parts) and moved == pytest.approx(
+                float((peer.anchors[0] - follower.anchors[0]).double().norm()), rel=1e-4
+            )
+            return [digest, *payloads, merged.update, peer.states[0].momentum]
+        finally:
+            torch.set_num_threads(before)
+
+    serial, shared = version(1), version(2)
+    assert serial[0] == shared[0]
+    assert all(map(torch.equal, serial[1:], shared[1:]))  # type: ignore[arg-type]
+
+
+def test_threads_of_the_pool_compute_alone_and_all_end_before_an_error_is_raised() -> None:
+    before, done = torch.get_num_threads(), threading.Event()
+    torch.set_num_threads(2)
+    try:
+        told = over_chunks(
+            lambda chunk: (threading.current_thread().name, torch.get_num_threads(), chunk),
+            range(4),
+        )
+        assert [chunk for *_, chunk in told] == [0, 1, 2, 3]
+        assert {threads for _, threads, _ in told} == {1} and torch.get_num_threads() == 2
+        assert threading.current_thread().name not in {name for name, *_ in told}
+        later: list[int] = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [2], "threads of somebody else are as they were"
+
+        begun = threading.Event()
+
+        def work(chunk: int) -> None:
+            if chunk == 0:
+                assert begun.wait(60)
+                raise ValueError("chunk 0")
+            begun.set()
+            assert not torch.is_grad_enabled()
+            done.set()
+
+        with pytest.raises(ValueError, match="chunk 0"):
+            over_chunks(work, [0, 1])
+        assert done.is_set()
+        torch.set_num_threads(1)
+        assert (
+            over_chunks(lambda _: threading.current_thread(), [0, 1])
+            == [threading.current_thread()] * 2
+        )
+    finally:
+        torch.set_num_threads(before)

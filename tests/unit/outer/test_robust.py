@@ -13,12 +13,12 @@ from torch import Tensor
 from diloco.outer.aggregate import MergeResult
 from diloco.outer.codecs import CODECS
 from diloco.outer.fragments import CHUNK
-from diloco.outer.payloads import Layout
+from diloco.outer.payloads import Codec, Layout
 from diloco.outer.replica import Replica
-from diloco.outer.robust import SKETCH, Comparison, clip, clip_few
+from diloco.outer.robust import SKETCH, Sketches, clip, clip_few
 from tests.harness.fuzz.crowd import lying
 from tests.support import outer as steps
-from tests.support.outer import make, outer, payload_of, weighted
+from tests.support.outer import gaussian, make, named, outer, payload_of, weighted
 
 NUMEL = 5000
 INT8 = CODECS["int8"]
@@ -151,7 +151,7 @@ def test_sketches_of_long_contributions_show_a_reversed_one() -> None:
     deltas = [common + 2 * torch.randn(numel, generator=generator) for _ in range(5)]
     deltas[1] *= -1
     payloads = [payload_of(INT8, delta) for delta in deltas]
-    found = Comparison(payloads, INT8, Layout(INT8, numel), random.Random(1))
+    found = Sketches(INT8, Layout(INT8, numel), random.Random(1)).compare(payloads)
     assert 2 * SKETCH <= found.numel < 2.2 * SKETCH
     expected = unit(torch.stack(deltas))
     torch.testing.assert_close(found.cosines, expected, rtol=0, atol=5 * found.numel**-0.5)
@@ -174,5 +174,30 @@ def test_clip_scales_to_the_median_norm_times_the_factor() -> None:
 def test_sketches_begin_elsewhere_in_each_version() -> None:
     payloads = [encoded(torch.randn(CHUNK)) for _ in range(2)]
     source, layout = random.Random(1), Layout(INT8, CHUNK)
-    found = [Comparison(payloads, INT8, layout, source) for _ in range(20)]
-    assert len({float(one.cosines[0, 1]) for one in found}) > 5
+    found = [Sketches(INT8, layout, source).compare(payloads) for _ in range(20)]
+    assert len({float(comparison.cosines[0, 1]) for comparison in found}) > 5
+
+
+def test_a_contribution_is_decoded_once_and_a_late_one_when_it_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = gaussian(2 * CHUNK)
+    peer = steps.author({"w": weight}, outer(codec_up="int8"))
+    payloads = [payload_of(INT8, gaussian(2 * CHUNK, seed)) for seed in range(1, 5)]
+    norms = [peer.payload_norm(0, payload) for payload in payloads[:3]]
+    assert norms[0] == pytest.approx(float(gaussian(2 * CHUNK, 1).norm()), rel=1e-2)
+    decoded: list[int] = []
+
+    def measured(payload: Tensor, numel: int) -> tuple[Tensor, float]:
+        decoded.append(numel)
+        return Codec.measured(INT8, payload, numel)
+
+    monkeypatch.setattr(INT8, "measured", measured)
+    sketches = peer.aggregates[0].sketches
+    found = sketches.compare(payloads)
+    assert decoded == [CHUNK, CHUNK], "the chunks of the late one"
+    assert found.cosines.diagonal().tolist() == pytest.approx([1.0] * 4)
+    del payloads, found
+    assert len(sketches._kept) == 0, "a sketch goes with its contribution"
+    make(peer, named([payload_of(INT8, gaussian(2 * CHUNK, 9))]))
+    assert peer.aggregates[0].sketches is not sketches, "the next version is sketched elsewhere"

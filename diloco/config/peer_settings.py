@@ -8,7 +8,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from diloco.config.explain import TypeHint
 from diloco.config.registry import import_code
@@ -104,6 +111,8 @@ class PeerSwarmConfig(PeerLocal):
     """Addresses of peers of the swarm to join; [] starts a new swarm."""
     listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(("/ip4/127.0.0.1/tcp/0",))
     """Multiaddrs to listen on; port 0 is any free port."""
+    bulk_port: int | None = Field(None, ge=0, le=65535)
+    """TCP port for tensors, past the daemon: null is the one after swarm.listen's, 0 any."""
     announce: Annotated[tuple[Multiaddr, ...], Tuple] = ()
     """Multiaddrs to tell others, if they differ from swarm.listen (NAT, forwarded ports)."""
     reachable: Literal["auto", "yes", "no"] = "auto"
@@ -121,6 +130,16 @@ class PeerSwarmConfig(PeerLocal):
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
     inner_state: Literal["donor", "cold"] = "donor"
     """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""
+
+    @field_validator("listen", "announce")
+    @classmethod
+    def _only_tcp(cls, addresses: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
+        for address in addresses:
+            if "/udp/" in address:
+                tcp = re.sub(r"/udp/([^/]*).*", r"/tcp/\1", address)
+                why = f"swarm.{field.field_name}={address} is QUIC, whose library here has holes"
+                raise ValueError(f"{why}; write {tcp}")
+        return addresses
 
     @field_serializer("token", when_used="json")
     def _keep_secret(self, token: str | None) -> str | None:

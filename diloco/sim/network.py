@@ -353,6 +353,9 @@ class SimTransport:
             await self._gate.greet(peer, greeting, protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
 
+    def way(self, peer: str) -> str:
+        return ""
+
     def sign(self, content: bytes) -> bytes:
         return self._network.signature(self.me, content)
 

@@ -37,7 +37,7 @@ STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
 CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, and a few while those before come to their ends
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
-STRANGERS, STRANGERS_OF_ONE = 128, 4
+STRANGERS, STRANGERS_OF_ONE, STRANGERS_OF_ONE_HOST = 128, 4, 32
 # What a peer does because others ask for it.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
 FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and in an hour
@@ -121,13 +121,15 @@ def control_messages(fragments: int) -> Buckets[str]:
 class Newest(Generic[T]):
     """The newest streams of strangers. Older ones make room: honest ones are short."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_one: int = STRANGERS_OF_ONE) -> None:
+        self._of_one = of_one
         self._peers: dict[T, str] = {}  # by stream, the oldest first
 
     def add(self, peer: str, stream: T) -> list[T]:
-        """A stranger opens a stream; returns the streams that end for it. `remove` follows."""
+        """A stranger (a peer, or a host) opens a stream; returns the streams that end for it.
+        `remove` follows."""
         its = [one for one, other in self._peers.items() if other == peer]
-        over = its[: -(STRANGERS_OF_ONE - 1)]
+        over = its[: -(self._of_one - 1)]
         self._peers[stream] = peer
         rest = [one for one in self._peers if one not in over]
         over += rest[: max(0, len(rest) - STRANGERS)]

@@ -11,6 +11,7 @@ from diloco.config import SwarmConfig
 from diloco.swarm.client.watch import request_snapshot
 from diloco.swarm.wire.dialing import client_daemon
 from diloco.swarm.wire.gate import Gate
+from diloco.swarm.wire.lane import LANE
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BULK
 from tests.support.peers import Crowd, command, dead_port
@@ -111,6 +112,47 @@ def test_members_find_each_other_through_any_one_that_lives(tmp_path: Path) -> N
             assert await fourth.announced() == three
         finally:
             for peer in peers:
+                await peer.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("way", ["direct", "daemon", "blocked"])
+def test_bulk_streams_go_past_the_daemon_where_both_peers_and_the_port_allow_it(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """daemon: the other peer is of a version that knows of no lane."""
+
+    async def scene() -> None:
+        first = await Libp2p.connect(SwarmConfig(), tmp_path / "first", Gate(), "run")
+        seeds = {"initial_peers": tuple(first.addresses[:1])}
+        network = SwarmConfig().model_copy(update=seeds)
+        second = await Libp2p.connect(network, tmp_path / "second", Gate(), "run")
+        served = list[tuple[str, str]]()
+
+        async def echo(peer: str, reader: Any, writer: Any) -> None:
+            served.append((peer, type(reader).__name__))
+            writer.write(await reader.read(100))
+            await reader.read(1)
+            writer.close()
+
+        try:
+            if way == "daemon":
+                await first._p2p.remove_binary_stream_handler(LANE)
+            if way == "blocked":
+                for server in first.lanes._servers:
+                    server.close()
+            await first.handle(BULK, echo)
+            for _ in range(2):
+                reader, writer = await second.open(first.me, BULK)
+                writer.write(b"word")
+                assert await reader.read(100) == b"word"
+                writer.close()
+            kind = "Sealed" if way == "direct" else "StreamReader"
+            assert served == [(second.me, kind)] * 2
+            assert second.way(first.me) == ("direct" if way == "direct" else "daemon")
+        finally:
+            for peer in (second, first):
                 await peer.close()
 
     asyncio.run(scene())

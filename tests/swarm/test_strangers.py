@@ -22,6 +22,7 @@ from diloco.swarm.rpc.contribution import ContributionHeader
 from diloco.swarm.rpc.inner_state import InnerRequest
 from diloco.swarm.rpc.watch import InfoRequest
 from diloco.swarm.wire.gate import GREETING, Gate
+from diloco.swarm.wire.lane import LANE
 from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL, PeerStream, Traffic
 from tests.support.peers import Crowd, Trainee, begin_together, eventually, together
@@ -110,7 +111,7 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
     asked = (Get(0, (0, "")), InnerRequest(), InfoRequest("manifest"), InfoRequest("snapshot"))
     bulk = (*asked, ContributionHeader(line), None)
     questions: list[tuple[str, Message | None]] = [(BULK, one) for one in bulk]
-    questions += [(CONTROL, core.hello()), (GREETING, core.status())]
+    questions += [(LANE, None), (CONTROL, core.hello()), (GREETING, core.status())]
     # a credential that was overheard
     overheard = Gate(member.node.context.gate.admission)
     overheard.me = member.peer_id
@@ -126,7 +127,7 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
 
     me, answers, calls = asyncio.run(work())
     kinds = [type(answer) for answer in answers]
-    assert kinds == [Refusal] * 7 + [type(None), Refusal], answers
+    assert kinds == [Refusal] * 8 + [type(None), Refusal], answers
     assert "belongs to another identity" in str(answers[-1])
     assert len(calls) == 3 and all("PermissionError" in call for call in calls)
     assert "invited peers only" in refused_by(members, me)

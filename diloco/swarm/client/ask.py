@@ -108,6 +108,7 @@ def inspect_swarm(
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
             lines = await ask_for_doctor(visitor, peers) if for_doctor else {}
+            lines |= {"bulk bytes": await _ways(visitor, peers)} if for_doctor else {}
             return SwarmInfo(text, peers, visitor.silent, lines)
 
     return asyncio.run(ask())
@@ -142,6 +143,14 @@ async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> di
                 text = await asyncio.wait_for(ask(visitor, peer.peer), PATIENCE_S)
                 answers.setdefault(name, []).append(f"{peer.reply.name} {plain(text)}")
     return answers
+
+
+async def _ways(visitor: Libp2p, peers: Sequence[ProbeResult]) -> list[str]:
+    """How bulk bytes get from here to the peers: "ann direct"."""
+    visitor.direct = True
+    await _probe_all(visitor, [peer.peer for peer in peers])
+    ways = ((peer.reply.name, visitor.way(peer.peer)) for peer in peers)
+    return [f"{plain(name)} {way}" for name, way in ways if way]
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -203,6 +212,7 @@ async def fetch_files(
                 on_progress(most_bytes)
 
     async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
+        visitor.direct = True
         tasks = [asyncio.create_task(ask(peer)) for peer in visitor.seeds]
         try:
             for task in asyncio.as_completed(tasks):

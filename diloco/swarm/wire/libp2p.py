@@ -28,7 +28,8 @@ from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
 from diloco.swarm.wire.identity import SigningKey, verify
-from diloco.swarm.wire.streams import BROKEN, CONTROL
+from diloco.swarm.wire.lane import LANE, Lanes, host_in
+from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL
 from diloco.swarm.wire.transport import (
     ByteReader,
     ByteWriter,
@@ -87,16 +88,14 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
 def check_free(listen: Sequence[str]) -> None:
     """`SwarmError` if another program has one of these ports, which libp2p would silently share."""
     for address in listen:
-        _, family, host, transport, port, *_ = address.split("/")
+        _, family, host, _, port, *_ = address.split("/")
         if family not in ("ip4", "ip6") or port == "0":
             continue
-        kind = socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM
         version = socket.AF_INET if family == "ip4" else socket.AF_INET6
         try:
-            with socket.socket(version, kind) as probe:
-                if transport == "tcp":
-                    # ended connections do not keep it
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with socket.socket(version, socket.SOCK_STREAM) as probe:
+                # ended connections do not keep it
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
             why = f"swarm.listen={address} cannot be listened on: {error.strerror}"
@@ -136,6 +135,8 @@ class Libp2p:
         self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
         self._scopes = {"public"}  # of addresses that anybody may name
         self._p2p, self._gate = p2p, gate
+        self.direct = False  # whether it opens bulk streams past the daemon, where it can
+        self.lanes = Lanes(self.me)
         self._members: AddressRecords | None = None
         self._identity: SigningKey | None = None
 
@@ -195,6 +196,10 @@ class Libp2p:
             if ask is not None and network.reachable == "auto" and in_doubt:
                 self.reachable, self.advice = await ask(self)
             if run_id is not None:
+                if listens:
+                    await self.lanes.listen(network)
+                await self.handle(LANE, self._tell_door)
+                self.direct = True
                 self._p2p.gate, self._p2p.greet = gate, partial(self.greet, again=False)
                 members = dht.AddressRecords(run_id, identity, gate)
                 await members.join(self._p2p, self.seeds, self.reachable)
@@ -268,12 +273,26 @@ class Libp2p:
             await self._gate.serve(info.peer_id.to_base58(), reader, writer, handler)
 
         await self._p2p.add_binary_stream_handler(protocol, serve)
+        if protocol == BULK:
+            self.lanes.handler = partial(self._gate.serve, handler=handler)
+
+    async def _tell_door(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
+        hosts = map(host_in, self.addresses if self.reachable else ())
+        await self.lanes.tell(peer, [*dict.fromkeys(filter(None, hosts))], reader, writer)
 
     async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         """As in `Transport`. A control stream greets again: a peer that restarted knows nobody."""
         if self._gate.admission is not None:
             await self.greet(peer, again=protocol == CONTROL)
+        if protocol == BULK and self.direct:
+            ask = partial(self._open, peer, LANE)
+            stream = await self.lanes.open(peer, ask, self.may_call, self.observed)
+            if stream is not None:
+                return stream, stream
         return await self._open(peer, protocol)
+
+    def way(self, peer: str) -> str:
+        return self.lanes.way(peer)
 
     async def greet(self, peer: str, again: bool = True) -> None:
         """Tell a peer, even `again`, who is here and what is revoked; raises as `open`."""
@@ -342,6 +361,7 @@ class Libp2p:
 
     async def close(self) -> None:
         """End DHT and daemon, in bounded time: tasks that wait for a dead daemon never end."""
+        await self.lanes.close()
         for part in filter(None, (self._members, self._p2p)):
             await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.errors import PayloadError
 from diloco.messages.base import MAX_FRAME_BYTES, Message, Refusal
 from diloco.messages.codec import decode, encode
-from diloco.swarm.wire.filling import Filling
+from diloco.swarm.wire.sealed import FRAME_BYTES, Sealed
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Transport
 
 if TYPE_CHECKING:  # a process that only watches has no tensors, and does not load torch
@@ -68,13 +68,16 @@ class PeerStream:
         self.received = 0  # messages
         self.instance = ""  # of the process at its other end, as it said
         self._chunk_s = 0.0
-        self._payload_in, self._filling = 0, Filling(reader, writer, memoryview(b""))
-        self._frames_in = 0
+        self._payload_in = self._frames_in = 0
 
     @property
     def payload_in(self) -> int:
         """Bytes of payload that came."""
-        return self._payload_in + self._filling.filled
+        return self._payload_in + self._arriving
+
+    @property
+    def _arriving(self) -> int:
+        return self._reader.arriving if isinstance(self._reader, Sealed) else 0
 
     @property
     def bytes_in(self) -> int:
@@ -102,7 +105,14 @@ class PeerStream:
         self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
     ) -> Message:
         """Read one message; `PayloadError` when it is invalid, or is longer than `limit` bytes."""
-        length = int.from_bytes(await self._read(_LENGTH_BYTES, timeout_s), "big")
+        try:
+            header = await self._read(_LENGTH_BYTES, timeout_s)
+        except TimeoutError:
+            if not self._arriving:
+                raise
+            # it has begun, and is read once its sealed frame is whole
+            header = await self._read(_LENGTH_BYTES, FRAME_BYTES / SLOWEST_BYTES_PER_S)
+        length = int.from_bytes(header, "big")
         if length > limit:
             raise PayloadError(f"a frame of {length} bytes is over the limit of {limit}")
         slowest_s = length / SLOWEST_BYTES_PER_S
@@ -134,20 +144,31 @@ class PeerStream:
 
     async def receive_payload(self, out: Tensor) -> None:
         """Fill a uint8 tensor. As long as bytes come, the link may be as thin as it likes."""
-        loop, filled = asyncio.get_running_loop(), 0
-        begun_at, self._payload_in = loop.time(), self.payload_in
-        filling = self._filling = Filling(self._reader, self._writer, out.numpy().data)
-        while filling.filled < out.numel():
+        loop, view = asyncio.get_running_loop(), out.numpy().data
+        begun_at = loop.time()
+        while view:
+            before = self._arriving
             try:
                 async with asyncio.timeout(self._patience_s()):
-                    await filling.wait()
+                    nbytes = await self._read_into(view)
             except TimeoutError:
-                if filling.filled == filled:
+                if self._arriving == before:
                     raise
-                filled = filling.filled
+                continue
+            if not nbytes:
+                raise asyncio.IncompleteReadError(b"", len(view))
+            self._payload_in += nbytes
+            view = view[nbytes:]
         pace_s = loop.time() - begun_at
         self._chunk_s = pace_s if self._chunk_s == 0.0 else 0.8 * self._chunk_s + 0.2 * pace_s
         self._traffic.bytes_received += out.numel()
+
+    async def _read_into(self, out: memoryview) -> int:
+        if isinstance(self._reader, Sealed):
+            return await self._reader.read_into(out)
+        piece = await self._reader.read(len(out))
+        out[: len(piece)] = piece
+        return len(piece)
 
     async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
         """Tell the other side why its stream is not wanted."""

@@ -19,9 +19,8 @@ class Untrusted(ConnectionError):
 
 
 class ByteReader(Protocol):
-    """The incoming half; `IncompleteReadError` or `ConnectionError` when it ends too early."""
+    """The incoming half; `ConnectionError` when it breaks."""
 
-    async def readexactly(self, n: int) -> bytes: ...
     async def read(self, n: int) -> bytes: ...
 
 
@@ -59,6 +58,9 @@ class Transport(Protocol):
 
     async def announced(self) -> dict[str, list[str]]:
         """Addresses by peer, as announced; they may be any text, and the peer may be gone."""
+
+    def way(self, peer: str) -> str:
+        """How the last bulk stream to a peer went: "direct", or through the "daemon"; else ""."""
 
     def sign(self, content: bytes) -> bytes:
         """This peer's signature, which everybody can check. Takes a millisecond at most."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from diloco.swarm.rpc.contribution import Got
-from diloco.swarm.wire.filling import Filling
 from diloco.swarm.wire.streams import PeerStream, Traffic
 from diloco.swarm.wire.tasks import FragmentLock, Tasks, in_thread
 from tests.support.coroutines import PATIENCE_S, Slow, turns, until
@@ -150,19 +149,3 @@ async def test_a_stream_that_ends_too_early(sent: int) -> None:
         other.write_eof()
         with pytest.raises(asyncio.IncompleteReadError):
             await stream.receive_payload(torch.empty(1_000_000, dtype=torch.uint8))
-
-
-async def test_filling_goes_on_after_a_deadline() -> None:
-    async with two_ends() as (stream, other):
-        out = bytearray(5)
-        filling = Filling(stream._reader, stream._writer, memoryview(out))
-        for n in range(4):
-            waiting = asyncio.create_task(filling.wait())
-            other.write(bytes([n + 1]))
-            while filling.filled == n:
-                await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-        other.write(b"\x05")
-        await filling.wait()
-        assert out == bytes([1, 2, 3, 4, 5])

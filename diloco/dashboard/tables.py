@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
@@ -88,8 +89,12 @@ def _peers(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
             Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
         ]
 
+    answers = snapshot.run.answered_by
     columns = "<peer <state lag step steps/s loss busy tokens sent seen"
-    return _table("peers", columns, map(cells, snapshot.peers), rows)
+    ways = Counter(row.bulk for row in snapshot.peers if row.bulk)
+    bulk = ", ".join(f"{number} {way}" for way, number in sorted(ways.items(), reverse=True))
+    title = f"peers  (bulk bytes from {names.get(answers, 'there')}: {bulk})" if bulk else "peers"
+    return _table(title, columns, map(cells, snapshot.peers), rows)
 
 
 def _fragments(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:

@@ -80,7 +80,8 @@ class RunInfo(_Row, frozen=True):
 
 
 class PeerRow(_Row, frozen=True):
-    """A peer's last status. authors: may make versions. seconds: of its last round."""
+    """A peer's last status. authors: may make versions. seconds: of its last round. bulk: how bytes
+    go to it from the peer that answers, "direct" or through the "daemon"; "" before any."""
 
     peer_id: fields.Name
     name: fields.Name
@@ -100,6 +101,7 @@ class PeerRow(_Row, frozen=True):
     last_seen_s: fields.Seconds
     seconds: PhaseSeconds | None
     addresses: fields.Addresses
+    bulk: fields.Name = ""
 
 
 class FragmentRow(_Row, frozen=True):

@@ -108,7 +108,8 @@ def inspect_swarm(
             if text is None:
                 raise SwarmError(_no_manifest(initial_peers, reasons))
             lines = await ask_for_doctor(visitor, peers) if for_doctor else {}
-            lines |= {"bulk bytes": await _ways(visitor, peers)} if for_doctor else {}
+            if for_doctor and (ways := await _ways(visitor, peers)):
+                lines["bulk bytes"] = ways
             return SwarmInfo(text, peers, visitor.silent, lines)
 
     return asyncio.run(ask())

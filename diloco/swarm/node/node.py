@@ -80,6 +80,7 @@ class Node:
         self._options = replace(options, saved=None)
         self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
+        self.recorder.way = lambda peer: context.transport.way(peer)
         context.watch, context.carry_out = self.recorder.note, self.carry_out
         context.packed_snapshot, context.read_part = self.recorder.packed, self.anchors.read_part
         self._mesh = ControlMesh(context, options.run)

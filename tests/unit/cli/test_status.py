@@ -149,6 +149,14 @@ def test_what_is_lost_cut_or_without_an_author_is_said() -> None:
     assert set(alike.names().values()) == {f"peer-{peer_id(index)[-6:]}" for index in range(3)}
 
 
+def test_the_peers_are_counted_by_the_way_that_bulk_bytes_take_to_them() -> None:
+    seen = snapshot(4)
+    ways = ("", "direct", "daemon", "direct")
+    rows = [replace(row, bulk=way) for row, way in zip(seen.peers, ways, strict=True)]
+    seen = replace(seen, peers=rows, run=replace(seen.run, answered_by=peer_id(0)))
+    assert "peers  (bulk bytes from worker-00: 2 direct, 1 daemon)" in shown(seen)
+
+
 def test_an_event_names_peers_and_moves_no_cursor() -> None:
     said = LoggedEvent(1e9, "join\n", f"peer={peer_id(1)} name=\x1b]0;x\x07")
     lines = shown(replace(snapshot(2), events=[said]))

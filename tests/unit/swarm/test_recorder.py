@@ -45,6 +45,12 @@ def test_a_snapshot_has_the_run_and_the_peers() -> None:
     assert seen(recorder, 4.0).peers[0].state == "leaving"
 
 
+def test_a_peer_has_the_way_that_bulk_bytes_take_to_it() -> None:
+    _, recorder = watched()
+    recorder.way = {ME: "", OTHER: "direct"}.__getitem__
+    assert [row.bulk for row in seen(recorder, 3.0).peers] == ["", "direct"]
+
+
 def test_a_peer_has_the_state_that_its_status_says() -> None:
     peer = core()
     join(peer, "training", name="training")

@@ -8,14 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_serializer, model_validator
 
 from diloco.config.explain import TypeHint
 from diloco.config.registry import import_code
@@ -131,15 +124,15 @@ class PeerSwarmConfig(PeerLocal):
     inner_state: Literal["donor", "cold"] = "donor"
     """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""
 
-    @field_validator("listen", "announce")
-    @classmethod
-    def _only_tcp(cls, addresses: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
-        for address in addresses:
+    @model_validator(mode="after")
+    def _only_tcp(self) -> PeerSwarmConfig:
+        for address in (*self.listen, *self.announce):
             if "/udp/" in address:
-                tcp = re.sub(r"/udp/([^/]*).*", r"/tcp/\1", address)
-                why = f"swarm.{field.field_name}={address} is QUIC, whose library here has holes"
+                key = "listen" if address in self.listen else "announce"
+                tcp = re.sub("/udp/([^/]*).*", r"/tcp/\1", address)
+                why = f"swarm.{key}={address} is QUIC, whose library here has known holes"
                 raise ValueError(f"{why}; write {tcp}")
-        return addresses
+        return self
 
     @field_serializer("token", when_used="json")
     def _keep_secret(self, token: str | None) -> str | None:

@@ -28,7 +28,7 @@ from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
 from diloco.swarm.wire.identity import SigningKey, verify
-from diloco.swarm.wire.lane import LANE, Lanes, host_in
+from diloco.swarm.wire.lane import LANE, Lanes
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL
 from diloco.swarm.wire.transport import (
     ByteReader,
@@ -136,7 +136,7 @@ class Libp2p:
         self._scopes = {"public"}  # of addresses that anybody may name
         self._p2p, self._gate = p2p, gate
         self.direct = False  # whether it opens bulk streams past the daemon, where it can
-        self.lanes = Lanes(self.me)
+        self.lanes = Lanes(self)
         self._members: AddressRecords | None = None
         self._identity: SigningKey | None = None
 
@@ -198,7 +198,7 @@ class Libp2p:
             if run_id is not None:
                 if listens:
                     await self.lanes.listen(network)
-                await self.handle(LANE, self._tell_door)
+                await self.handle(LANE, self.lanes.tell)
                 self.direct = True
                 self._p2p.gate, self._p2p.greet = gate, partial(self.greet, again=False)
                 members = dht.AddressRecords(run_id, identity, gate)
@@ -276,18 +276,12 @@ class Libp2p:
         if protocol == BULK:
             self.lanes.handler = partial(self._gate.serve, handler=handler)
 
-    async def _tell_door(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
-        hosts = map(host_in, self.addresses if self.reachable else ())
-        await self.lanes.tell(peer, [*dict.fromkeys(filter(None, hosts))], reader, writer)
-
     async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         """As in `Transport`. A control stream greets again: a peer that restarted knows nobody."""
         if self._gate.admission is not None:
             await self.greet(peer, again=protocol == CONTROL)
         if protocol == BULK and self.direct:
-            ask = partial(self._open, peer, LANE)
-            stream = await self.lanes.open(peer, ask, self.may_call, self.observed)
-            if stream is not None:
+            if (stream := await self.lanes.open(peer)) is not None:
                 return stream, stream
         return await self._open(peer, protocol)
 

@@ -76,7 +76,7 @@ class PeerStream:
         return self._payload_in + self._arriving
 
     @property
-    def _arriving(self) -> int:
+    def _arriving(self) -> int:  # of what is read once it is whole
         return self._reader.arriving if isinstance(self._reader, Sealed) else 0
 
     @property
@@ -110,7 +110,6 @@ class PeerStream:
         except TimeoutError:
             if not self._arriving:
                 raise
-            # it has begun, and is read once its sealed frame is whole
             header = await self._read(_LENGTH_BYTES, FRAME_BYTES / SLOWEST_BYTES_PER_S)
         length = int.from_bytes(header, "big")
         if length > limit:

@@ -89,11 +89,11 @@ def _peers(snapshot: Snapshot, names: Mapping[str, str], rows: int) -> Table:
             Text(f"{row.last_seen_s:.0f} s", style="red" if row.last_seen_s > LATE_S else ""),
         ]
 
-    answers = snapshot.run.answered_by
     columns = "<peer <state lag step steps/s loss busy tokens sent seen"
     ways = Counter(row.bulk for row in snapshot.peers if row.bulk)
     bulk = ", ".join(f"{number} {way}" for way, number in sorted(ways.items(), reverse=True))
-    title = f"peers  (bulk bytes from {names.get(answers, 'there')}: {bulk})" if bulk else "peers"
+    from_ = names.get(snapshot.run.answered_by, "there")
+    title = f"peers  (bulk bytes from {from_}: {bulk})" if bulk else "peers"
     return _table(title, columns, map(cells, snapshot.peers), rows)
 
 

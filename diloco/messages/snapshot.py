@@ -80,8 +80,7 @@ class RunInfo(_Row, frozen=True):
 
 
 class PeerRow(_Row, frozen=True):
-    """A peer's last status. authors: may make versions. seconds: of its last round. bulk: how bytes
-    go to it from the peer that answers, "direct" or through the "daemon"; "" before any."""
+    """A peer's last status. authors: may make versions. seconds: of its last round."""
 
     peer_id: fields.Name
     name: fields.Name
@@ -101,7 +100,7 @@ class PeerRow(_Row, frozen=True):
     last_seen_s: fields.Seconds
     seconds: PhaseSeconds | None
     addresses: fields.Addresses
-    bulk: fields.Name = ""
+    bulk: fields.Name = ""  # how payload goes there from who answers: "direct", by the "daemon"
 
 
 class FragmentRow(_Row, frozen=True):

@@ -331,6 +331,7 @@ class SimTransport:
         self.me = gate.me = me
         self.seeds, self.addresses = seeds, [f"/sim/{me}"]
         self.may_call: Callable[[str], bool] = lambda address: True
+        self.way: Callable[[str], str] = lambda peer: ""
         self.reachable, self.advice = True, ""
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = (
@@ -352,9 +353,6 @@ class SimTransport:
             greeting = partial(self._network.open, self.me, peer, GREETING)
             await self._gate.greet(peer, greeting, protocol == CONTROL)
         return await self._network.open(self.me, peer, protocol)
-
-    def way(self, peer: str) -> str:
-        return ""
 
     def sign(self, content: bytes) -> bytes:
         return self._network.signature(self.me, content)

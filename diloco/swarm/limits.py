@@ -126,8 +126,7 @@ class Newest(Generic[T]):
         self._peers: dict[T, str] = {}  # by stream, the oldest first
 
     def add(self, peer: str, stream: T) -> list[T]:
-        """A stranger (a peer, or a host) opens a stream; returns the streams that end for it.
-        `remove` follows."""
+        """A stranger (peer or host) opens a stream; returns those that end. `remove` follows."""
         its = [one for one, other in self._peers.items() if other == peer]
         over = its[: -(self._of_one - 1)]
         self._peers[stream] = peer

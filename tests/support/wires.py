@@ -56,4 +56,4 @@ def joined(host: str = "192.0.2.1") -> tuple[Wire, Wire]:
 def sealed(salts: bytes = bytes(2 * SALT_BYTES), opens: bool = True) -> tuple[Sealed, Any]:
     """One end of a connection that has its keys, before frame 0."""
     wire: Any = Wire()
-    return Sealed(wire.reader, wire, SECRET, salts, opens), wire
+    return Sealed((wire.reader, wire), SECRET, salts, opens), wire

@@ -150,8 +150,7 @@ async def _ways(visitor: Libp2p, peers: Sequence[ProbeResult]) -> list[str]:
     """How bulk bytes get from here to the peers: "ann direct"."""
     visitor.direct = True
     await _probe_all(visitor, [peer.peer for peer in peers])
-    ways = ((peer.reply.name, visitor.way(peer.peer)) for peer in peers)
-    return [f"{plain(name)} {way}" for name, way in ways if way]
+    return [f"{plain(one.reply.name)} {visitor.way(one.peer)}" for one in peers]
 
 
 def parse_manifest(text: str) -> Manifest:

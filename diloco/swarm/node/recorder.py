@@ -131,15 +131,15 @@ class Recorder:
             *(max(behind, default=0), PhaseSeconds(*mean) if told else None, now),
         )
 
-    def _row(self, member: Member, now: float) -> schema.PeerRow:
-        return replace(peer_row(self._core, member, now), bulk=self.way(member.peer))
-
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
         figures = self._last | {member.peer: member.figures for member in everybody}
         return schema.Snapshot(
             run=run_info(self._core, self._manifest, since + now),
-            peers=[self._row(member, now) for member in everybody[: schema.MAX_PEERS]],
+            peers=[
+                replace(peer_row(self._core, member, now), bulk=self.way(member.peer))
+                for member in everybody[: schema.MAX_PEERS]
+            ],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
             ledger=ledger_totals(facts, figures),

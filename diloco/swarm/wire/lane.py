@@ -15,7 +15,7 @@ import asyncio
 import ipaddress
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,11 +37,9 @@ LANE = "diloco/1/lane"
 KNOCK_S = 2.0  # for the question and the connections to all hosts
 AGAIN_S = 60.0
 HELLO_S = 10.0  # of a stranger
-HOSTS = 4
-_NAME_BYTES = 64  # a peer id, and zeros
+HOSTS, _NAME_BYTES = 4, 64  # a name is a peer id, and zeros
 
 Hosts = Annotated[list[Annotated[str, Meta(max_length=45)]], Meta(max_length=HOSTS)]
-Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
 class Door(Message, frozen=True, tag="door"):
@@ -49,7 +47,7 @@ class Door(Message, frozen=True, tag="door"):
 
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     hosts: Hosts = msgspec.field(default_factory=list)
-    key: Secret = bytes(SECRET_BYTES)
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)] = bytes(SECRET_BYTES)
 
 
 @dataclass
@@ -85,17 +83,13 @@ class Lanes:
     def _key(self, peer: str) -> bytes:
         return derived(self._secret, b"", peer.encode())
 
-    # -- taking ------------------------------------------------------------------------------------
-
     async def listen(self, settings: SwarmConfig) -> None:
         """Take connections on the hosts of `swarm.listen`. `SwarmError` when `swarm.bulk_port` is
         taken; in the place of the port next to the other, any free one does."""
-        parts = [address.split("/") for address in settings.listen]
+        parts = [[*address.split("/"), "0", "0", "0"] for address in settings.listen]
         hosts = [part[2] for part in parts if part[1] in ("ip4", "ip6")]
-        port = settings.bulk_port
-        if port is None:
-            fixed = next((int(part[4]) for part in parts if part[4] != "0"), 65535)
-            port = (fixed + 1) % 65536
+        fixed = next((int(part[4]) for part in parts if part[4] != "0"), 65535)
+        port = (fixed + 1) % 65536 if settings.bulk_port is None else settings.bulk_port
         try:
             await self._listen(hosts, port)
         except OSError as error:
@@ -114,17 +108,16 @@ class Lanes:
 
     async def tell(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Answer the question for the door, as a `Handler`."""
-        stream, network, door = PeerStream(peer, reader, writer, Traffic()), self._network, Door()
-        if self._asked.opened(peer, asyncio.get_running_loop().time()) is not None:
-            return stream.close()
-        hosts = [host for host in map(_host_in, network.addresses) if host][:HOSTS]
-        if self.port and network.reachable and self.handler is not None:
-            door = Door(self.port, hosts, self._key(peer))
-        with suppress(*BROKEN, PayloadError):
-            await stream.send(door)
-            await stream.drained()
-        self._asked.closed(peer)
-        stream.close()
+        with closing(PeerStream(peer, reader, writer, Traffic())) as stream:
+            if self._asked.opened(peer, asyncio.get_running_loop().time()) is not None:
+                return
+            hosts, door = [*filter(None, map(_host_in, self._network.addresses))], Door()
+            if self.port and self._network.reachable and self.handler is not None:
+                door = Door(self.port, hosts[:HOSTS], self._key(peer))
+            with suppress(*BROKEN, PayloadError):
+                await stream.send(door)
+                await stream.drained()
+            self._asked.closed(peer)
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = str((writer.get_extra_info("peername") or [""])[0])
@@ -142,7 +135,7 @@ class Lanes:
                 salt = secrets.token_bytes(SALT_BYTES)
                 writer.write(salt)
                 salts = hello[_NAME_BYTES:] + salt
-                stream = Sealed(reader, writer, self._key(peer), salts, opens=False)
+                stream = Sealed((reader, writer), self._key(peer), salts, opens=False)
                 await stream.meet()
         except BROKEN:
             return writer.transport.abort()
@@ -158,8 +151,6 @@ class Lanes:
         for writer in self._taken.values():
             writer.transport.abort()
 
-    # -- opening -----------------------------------------------------------------------------------
-
     async def open(self, peer: str) -> Sealed | None:
         """A connection to a peer, or None: take the daemon."""
         now = asyncio.get_running_loop().time()
@@ -171,30 +162,25 @@ class Lanes:
         try:
             async with asyncio.timeout(KNOCK_S):
                 if not way.host:
-                    way.door = await self._ask(peer)
-                    named = [_host_in(await self._network.observed(peer)), *way.door.hosts]
-                    hosts = [host for host in dict.fromkeys(named) if self._may(way.door, host)]
-                way.host, stream = await self._first(way.door, hosts)
+                    ends = await self._network.open(peer, LANE)
+                    with closing(PeerStream(peer, *ends, Traffic())) as stream:
+                        way.door = expect(await stream.receive(), Door)
+                    near = _host_in(await self._network.observed(peer))  # no hearsay
+                    named = [host for host in way.door.hosts if self._may(way.door, host)]
+                    hosts = [*dict.fromkeys([near] * bool(near) + named)] * (way.door.port > 0)
+                way.host, made = await self._first(way.door, hosts)
         except (*BROKEN, PayloadError):
             way.host, way.again_at = "", now + AGAIN_S
             return None
         way.again_at = 0.0
-        return stream
-
-    async def _ask(self, peer: str) -> Door:
-        stream = PeerStream(peer, *await self._network.open(peer, LANE), Traffic())
-        try:
-            return expect(await stream.receive(KNOCK_S), Door)
-        finally:
-            stream.close()
+        return made
 
     def _may(self, door: Door, host: str) -> bool:
         """Whether to connect there on hearsay; never to a name, which may become any host."""
-        try:
+        with suppress(ValueError):
             version = ipaddress.ip_address(host).version
-        except ValueError:
-            return False
-        return door.port > 0 and self._network.may_call(f"/ip{version}/{host}/tcp/{door.port}")
+            return self._network.may_call(f"/ip{version}/{host}/tcp/{door.port}")
+        return False
 
     async def _first(self, door: Door, hosts: Sequence[str]) -> tuple[str, Sealed]:
         """The first host that proves itself; the others are given up."""
@@ -219,7 +205,7 @@ class Lanes:
             salt = secrets.token_bytes(SALT_BYTES)
             writer.write(self._network.me.encode().ljust(_NAME_BYTES, b"\0") + salt)
             salts = salt + await reader.readexactly(SALT_BYTES)
-            stream = Sealed(reader, writer, door.key, salts, opens=True)
+            stream = Sealed((reader, writer), door.key, salts, opens=True)
             await stream.meet()
         except BaseException:
             writer.transport.abort()

@@ -137,6 +137,7 @@ class Libp2p:
         self._p2p, self._gate = p2p, gate
         self.direct = False  # whether it opens bulk streams past the daemon, where it can
         self.lanes = Lanes(self)
+        self.way = self.lanes.way
         self._members: AddressRecords | None = None
         self._identity: SigningKey | None = None
 
@@ -284,9 +285,6 @@ class Libp2p:
             if (stream := await self.lanes.open(peer)) is not None:
                 return stream, stream
         return await self._open(peer, protocol)
-
-    def way(self, peer: str) -> str:
-        return self.lanes.way(peer)
 
     async def greet(self, peer: str, again: bool = True) -> None:
         """Tell a peer, even `again`, who is here and what is revoked; raises as `open`."""

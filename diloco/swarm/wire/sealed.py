@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 FRAME_BYTES = 1 << 18
 SALT_BYTES, SECRET_BYTES = 32, 32
 LINGER_S = 30.0
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _LENGTH_BYTES, _TAG_BYTES, _NONCE_BYTES = 4, 16, 12
 
 
@@ -45,15 +46,9 @@ class Sealed:
     is gone, has cut the connection, or sends a frame that is not its own; that ends the connection.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        secret: bytes,
-        salts: bytes,
-        opens: bool,
-    ) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, ends: Ends, secret: bytes, salts: bytes, opens: bool) -> None:
+        self._reader, self._writer = ends
+        self.drain = self._writer.drain
         pair = derived(secret, salts, b"diloco lane", 2 * SECRET_BYTES)
         there, back = AESGCM(pair[:SECRET_BYTES]), AESGCM(pair[SECRET_BYTES:])
         self._key_in, self._key_out = (back, there) if opens else (there, back)
@@ -137,10 +132,6 @@ class Sealed:
         self._writer.write(frame)
         if self._writer.transport.get_write_buffer_size():
             self._spare = bytearray()  # since Python 3.12 it is sent from there later
-
-    async def drain(self) -> None:
-        """Wait until little of what was written is left in the buffer."""
-        await self._writer.drain()
 
     def close(self) -> None:
         """End both directions; what was written is still sent, to whoever takes it in time."""

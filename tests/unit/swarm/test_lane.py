@@ -184,6 +184,7 @@ class Network:
         self.me, self.addresses, self.reachable, self.asked = me, addresses, True, 0
         self.may_call: Callable[[str], bool] = lambda address: True
         self.there: Lanes | None = None
+        self.connected_at = "/ip4/192.0.2.9/tcp/4100/p2p/relay/p2p-circuit"
 
     async def open(self, peer: str, protocol: str) -> Any:
         assert (peer, protocol) == ("peer", LANE)
@@ -194,7 +195,7 @@ class Network:
         return here.reader, here
 
     async def observed(self, peer: str) -> str:
-        return "/ip4/192.0.2.9/tcp/4100/p2p/relay/p2p-circuit"
+        return self.connected_at
 
 
 def lanes_of(me: str, *addresses: str, port: int = 0) -> tuple[Lanes, Any]:
@@ -344,7 +345,9 @@ async def test_a_blocked_port_is_waited_for_once_a_minute_and_the_daemon_carries
     addresses = ("/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/1", "/ip6/::1/tcp/1")
     (lanes, _), (mine, network) = lanes_of("peer", *addresses, port=4101), lanes_of("me")
     tried, network.there = list[Any](), lanes
-    network.may_call = lambda address: address != "/ip6/::1/tcp/4101"
+    # where the daemon is connected to that peer is no hearsay
+    network.connected_at = "/ip4/192.0.2.7/tcp/33000"
+    network.may_call = lambda address: address[:11] == "/ip4/192.0." and "2.7" not in address
 
     async def blocked(*where: Any) -> None:
         tried.append(where)
@@ -355,7 +358,8 @@ async def test_a_blocked_port_is_waited_for_once_a_minute_and_the_daemon_carries
     await asyncio.sleep(KNOCK_S / 2)
     assert await mine.open("peer") is None and loop.time() == KNOCK_S / 2, "it waits for no other"
     assert await first is None and loop.time() == KNOCK_S
-    assert tried == [("192.0.2.1", 4101), ("192.0.2.2", 4101)] and network.asked == 1
+    hosts = ["192.0.2.7", "192.0.2.1", "192.0.2.2"]
+    assert tried == [(host, 4101) for host in hosts] and network.asked == 1
     assert mine.way("peer") == "daemon"
     await asyncio.sleep(AGAIN_S - KNOCK_S - 0.01)
     assert await mine.open("peer") is None and network.asked == 1

@@ -1,8 +1,8 @@
 """What time is it there, and can others call me?
 
-Any stranger may ask, so the answering side has limits. It calls back one asker at a time, only at
-the asker's own id, and only at the IP that its connection comes from: nobody turns this against
-others.
+Any stranger may ask, so the answering side has limits. It calls back one asker at a time, while the
+next ones wait, only at the asker's own id and at the IP that its connection comes from: nobody
+turns this against others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 CALLS_AT_ONCE = 4  # addresses of one request
 ASKED_PEERS = 3
 ANSWER_S = 30.0
+MOST_WAITING = 8  # askers, while one is called back
+ROUNDS, PAUSE_S = 3, 2.0  # of questions, and between two of them
+UNKNOWN = (
+    "no peer could tell whether others can call this one, so it makes no versions; if they can,"
+    " add swarm.reachable=yes"
+)
 KNOWN_PEERS = 16
 
 
@@ -45,8 +51,8 @@ class Probe(Message, frozen=True, tag="probe"):
 
 
 class ProbeReply(Message, frozen=True, tag="probe_reply"):
-    """What a peer says of itself: its clock (`unix_s`), where others reach it, ids of some peers
-    that it is connected to (`known`); and of the asker: the multiaddr from which it comes
+    """The answer of a peer. Of itself: its clock (`unix_s`), where others reach it, ids of some
+    peers that it is connected to (`known`); and of the asker: the multiaddr from which it comes
     (`observed`; empty where nobody knows), where it answered a call (`reached`), and why it did not
     elsewhere.
     """
@@ -70,7 +76,7 @@ class ProbeReply(Message, frozen=True, tag="probe_reply"):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found."""
+    """The answer to a probe, with times."""
 
     peer: str
     reply: ProbeReply
@@ -96,21 +102,25 @@ async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
-    """Whether others can connect to this peer, as the first seed that can tell says, and what would
-    help if not.
+    """Return True if others can connect to this peer, as the first seed that can tell says; else
+    False, and advice.
 
-    When no seed can tell, the answer is yes: others only need longer to reach this peer.
+    A seed that refuses, or does not answer, does not know, and is asked again. Where none can tell,
+    the answer is no: a peer that takes itself for reachable makes versions, and others may have to
+    fetch these by way of a third peer, in each round.
     """
     places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
-    for peer in transport.seeds[:ASKED_PEERS]:
-        try:
-            reply = await _ask(transport, peer, Probe(call=places))
-        except (*BROKEN, PayloadError) as error:
-            logger.debug("%s does not say whether it can call back: %r", peer, error)
-            continue
-        reached = bool(set(reply.reached) & set(places))
-        return reached, "" if reached else _advice(places, reply)
-    return True, ""
+    for turn in range(ROUNDS):
+        await asyncio.sleep(PAUSE_S if turn else 0.0)
+        for peer in transport.seeds[:ASKED_PEERS]:
+            try:
+                reply = await _ask(transport, peer, Probe(call=places))
+            except (*BROKEN, PayloadError) as error:
+                logger.debug("%s does not say whether it can call back: %r", peer, error)
+                continue
+            reached = bool(set(reply.reached) & set(places))
+            return reached, "" if reached else _advice(places, reply)
+    return False, UNKNOWN
 
 
 def _advice(places: list[str], reply: ProbeReply) -> str:
@@ -139,7 +149,7 @@ class ProbeServer:
         self._context = context
         calls = 60.0 / limits.CALL_EVERY_S
         self._called = limits.Allowance(calls, limits.CALLS_PER_MINUTE, 60.0)
-        self._calling = asyncio.Lock()
+        self._calling, self._waiting = asyncio.Lock(), 0
 
     async def answer(self, stream: PeerStream, request: Probe) -> None:
         """Do what is asked for; `PayloadError` over a limit."""
@@ -158,12 +168,17 @@ class ProbeServer:
         await stream.send(reply)
 
     async def _call(self, peer: str, addresses: list[str], observed: str) -> dict[str, str]:
-        """Why the asker could not be called, by address; "" where it could."""
-        if self._calling.locked() or not self._called.take(peer, 1, self._context.now()):
+        """Call the asker; return errors by address, "" where there was none."""
+        is_full = self._waiting >= MOST_WAITING
+        if is_full or not self._called.take(peer, 1, self._context.now()):
             raise PayloadError("too many calls back for a while; ask another peer")
         wanted = _callable(addresses, observed)
-        async with self._calling:
-            return await self._context.transport.call_anew(peer, wanted) if wanted else {}
+        self._waiting += 1
+        try:
+            async with self._calling:
+                return await self._context.transport.call_anew(peer, wanted) if wanted else {}
+        finally:
+            self._waiting -= 1
 
 
 def _callable(addresses: list[str], observed: str) -> list[str]:
@@ -177,5 +192,5 @@ def _callable(addresses: list[str], observed: str) -> list[str]:
 
 
 def _is_place(address: str) -> bool:
-    """Whether a multiaddr is valid except that it names no peer id."""
+    """Return True if a multiaddr is valid except that it names no peer id."""
     return (address_error(address) or "").startswith("/p2p/PEER_ID is missing")

@@ -1,5 +1,6 @@
 """Questions of peers, both sides: who gives what, how much of it, and what the asker believes."""
 
+import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from diloco.messages import codec
 from diloco.messages.snapshot import MAX_PIECE_BYTES, pack_snapshot
 from diloco.protocol import WIRE_VERSION
 from diloco.swarm.context import FilePart
+from diloco.swarm.rpc import probe as probes
 from diloco.swarm.rpc import watch
 from diloco.swarm.rpc.inner_state import (
     InnerLayout,
@@ -164,9 +166,53 @@ async def test_calls_back_are_few_per_asker_and_in_all() -> None:
     others = [(f"peer {number}", request) for number in range(40)]
     assert (await network.obeys(*others)).count(True) == 14, "together"
     assert await network.obeys(("one", Probe())) == [True], "asking is free"
-    assert await ask_to_be_called(network) == (True, ""), "who refuses to call does not know"  # type: ignore[arg-type]
     network.now += 61
     assert await network.obeys(("another", request)) == [True]
+
+
+async def test_who_refuses_to_call_back_does_not_know_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer whose reachability nobody can tell makes no versions: it was taken for reachable, and
+    each round of all others took twenty seconds."""
+    network: Any = Network()
+    turns = list[float]()
+
+    async def paused(seconds: float) -> None:
+        turns.append(seconds)
+        network.now += 61 if len(turns) == 3 else 0  # in time for the last question
+
+    monkeypatch.setattr(probes.asyncio, "sleep", paused)
+    spent = [(f"peer {number}", Probe(call=["/ip4/198.51.100.7/tcp/22"])) for number in range(20)]
+    await network.obeys(*spent)
+    network._asker = "asker"
+    assert await ask_to_be_called(network) == (True, "") and len(turns) == 3
+    turns += [0.0]
+    await network.obeys(*spent)
+    network._asker = "asker"
+    assert await ask_to_be_called(network) == (False, probes.UNKNOWN)
+
+
+async def test_two_who_join_at_once_are_called_back_one_after_the_other() -> None:
+    network: Any = Network()
+    server = ProbeServer(SimpleNamespace(transport=network, now=lambda: 0.0))  # type: ignore[arg-type]
+    calls, ends = list[str](), asyncio.Event()
+
+    async def call_anew(peer: str, addresses: list[str]) -> dict[str, str]:
+        calls.append(peer)
+        await ends.wait()
+        return dict.fromkeys(addresses, "")
+
+    network.call_anew = call_anew
+    place = "/ip4/198.51.100.7/tcp/22"
+    first, second = (
+        asyncio.ensure_future(server._call(peer, [place], place)) for peer in ("one", "two")
+    )
+    while not calls:
+        await asyncio.sleep(0)
+    assert calls == ["one"]
+    ends.set()
+    assert [await first, await second] == [{place: ""}, {place: ""}] and calls == ["one", "two"]
 
 
 # -- the inner optimizer's state -------------------------------------------------------------------

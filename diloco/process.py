@@ -1,4 +1,4 @@
-"""Terminal, signals and exit of this package's own processes; a user's program is left alone."""
+"""Terminal and exit of this package's own processes; a user's program is left alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import errno
 import io
 import os
 import re
-import signal
 import sys
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from diloco.errors import ConfigError, DeviceError, DilocoError, UnsavedError
@@ -144,18 +143,3 @@ def _nobody_reads() -> bool:
 def _complain(text: str) -> None:
     sys.stderr.write(f"diloco: error: {' '.join(plain(text).split())}\n")  # some may be a peer's
     sys.stderr.flush()
-
-
-@contextmanager
-def on_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Call `handler` on Ctrl+C, SIGTERM and SIGUSR1 inside the block; in the main thread only.
-
-    SLURM announces with SIGUSR1 that a job will be ended, if it is asked to (--signal=USR1@120).
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -38,8 +38,9 @@ from diloco.config.manifest import hash_of, planned
 from diloco.errors import ConfigError, DivergedError, JoinError, SwarmError
 from diloco.rundir.base_files import served
 from diloco.swarm.client.ask import inspect_swarm
-from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.node import OnEvent
 from diloco.swarm.node.options import NodeOptions, RunSpec
+from diloco.swarm.node.recorder import PeerRecord
 from diloco.swarm.node.recording import NAME
 from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
@@ -319,11 +320,11 @@ class PeerArguments:
             told = {"called": called, "version": version, "wait_s": self.alone_s}
             on_event("alone_again", told)
 
-    def remember(self, node: Node) -> None:
+    def remember(self, record: PeerRecord) -> None:
         """Keep for the next time where this peer is, and whom it knows."""
         if self.runtime is None and self.run is not None:
-            others = node.core.others_at()
-            remember(self.key_file(), self.run.manifest_hash, node.addresses, others)
+            key, run = self.key_file(), self.run.manifest_hash
+            remember(key, run, record.addresses, record.others)
 
 
 def _remove(directory: Path, process: int) -> None:

@@ -13,6 +13,7 @@ A peer notes beside its key how far it has read, and its next session goes on fr
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, get_worker_info
 
-from diloco.attach.ranks import RankGroup, of_rank0
+from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
 from diloco.rundir.files import write_atomic
 
@@ -224,3 +225,18 @@ def shard(
     if library == "datasets":
         return dataset.filter(partial(_is_own, share), with_indices=True)
     return _SharedStream(dataset, share, position.rows("stream"))
+
+
+def of_rank0(number: Callable[[], int], ranks: RankGroup | None) -> int:
+    """All ranks, also before there is a group of `ranks`: what rank 0 gets."""
+    rank, size = RankGroup.rank_and_size()
+    if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is"
+            " no process group yet, in which rank 0 would tell it; make one first, or ask after"
+            " attach(...)"
+        )
+    value = number() if rank == 0 else 0
+    if size == 1:
+        return value
+    return (ranks or RankGroup.from_process_group(torch.device("cpu"))).broadcast(value)

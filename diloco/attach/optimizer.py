@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from diloco.attach.node_thread import NodeThread
 from diloco.attach.parameters import SAMPLED, TORCHRUN, is_sharded, load_rows_, local_tensor
 from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
-from diloco.swarm.node.node import Node, OnEvent
-from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.node.node import OnEvent
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
 
 # libraries whose wrappers leave parameters alone
@@ -252,17 +252,17 @@ class InnerStateTransfer:
             self.source = setting
 
     def fetch(
-        self, node: Node, runtime: Runtime, stopping: Callable[[], bool]
+        self, node: NodeThread, stopping: Callable[[], bool]
     ) -> tuple[InnerState | None, bool]:
         """A donor's state for a late peer, if somebody has one; and whether it starts cold."""
-        if self.source == "own" or not runtime.call(node.wait_until_ready()):
+        if self.source == "own" or not node.is_late():
             return None, False
         why = "swarm.inner_state=cold"
         if self.source == "donor":
             layout = layout_of(self._optimizer, self._parameters)
             if layout is not None and not layout.names:
                 return None, False
-            state = None if layout is None else runtime.call(node.fetch_inner(layout))
+            state = None if layout is None else node.fetch_inner(layout)
             if state is not None or stopping():
                 return state, False
             unknown = f"{kind_of(self._optimizer)} keeps what is not known here"

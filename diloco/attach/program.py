@@ -1,43 +1,33 @@
 """The program around a peer: the lines on stderr that it is told, and how a signal ends it.
 
 A peer says goodbye at SIGTERM and its like, in `diloco train` and in anybody's loop. A loop that
-looks at `interrupted` is told, and ends itself. Any other is ended by `SystemExit` with the status
-that a shell has for the signal: at once while the program's own code runs, and else after the step
-or the exchange under way.
+looks at `interrupted` is told, and ends itself. Any other is ended by `SystemExit`, with the status
+that a shell has for the signal, after the next step of its optimizer, or where it is left.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from diloco.attach.arguments import LOWER_RATE, PeerArguments, as_typed
 from diloco.attach.data_shard import ActivePeers
-from diloco.attach.node_link import NodeHandle, trainers
+from diloco.attach.node_thread import NodeThread
 from diloco.attach.ranks import RankGroup
-from diloco.core.events import Alone
-from diloco.errors import ConfigError, UnsavedError
+from diloco.errors import ConfigError
 from diloco.process import LastingStream
-from diloco.swarm.node.node import Node, OnEvent
+from diloco.signals import watch
+from diloco.swarm.node.node import OnEvent
+from diloco.swarm.node.recorder import PeerRecord
 from diloco.text import counted, human_bytes, plain
-
-# SLURM announces the end of a job with SIGUSR1
-NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-AGAIN_S = 2.0  # schedulers and torchrun send the same signal twice
-# what is not left half-done
-WHOLE = ("diloco.attach.attachment", "diloco.attach.swarm", "torch.optim.optimizer")
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +36,6 @@ class Phase(Enum):
     """Where a peer is between `attach` and its end."""
 
     NEW = auto()
-    WARMUP = auto()  # its first cycle, without a state of the inner optimizer, is left out
     TRAINING = auto()
     PAUSED = auto()  # it evaluates or saves, and the others wait
     LEFT = auto()
@@ -55,16 +44,7 @@ class Phase(Enum):
     @property
     def runs(self) -> bool:
         """Whether the peer takes part."""
-        return self in (Phase.WARMUP, Phase.TRAINING, Phase.PAUSED)
-
-
-class Action(Enum):
-    """What comes between two inner steps."""
-
-    TRAIN = auto()
-    EXCHANGE = auto()
-    TAKE_PART = auto()  # after the warm-up
-    STOP = auto()
+        return self in (Phase.TRAINING, Phase.PAUSED)
 
 
 def check_not_spawned() -> None:
@@ -125,37 +105,37 @@ class Program:
     # -- what the attachment tells -----------------------------------------------------------------
 
     def on_event(self, kind: str, fields: dict[str, object]) -> None:
-        """Something has happened in the swarm."""
+        """Something has happened in the swarm; called in the thread of the node."""
         node = None if self._sync is None else self._sync.node
         if node is not None and kind in ("join", "leave", "lost"):
-            self._share(node)
+            record = node.node.record()
+            self._share(record)
             if kind == "join":
                 self._met = True
-                self.peer.remember(node)
+                self.peer.remember(record)
         self._tell(kind, fields)
 
-    def on_ready(self, view: NodeHandle) -> None:
+    def on_ready(self, node: NodeThread) -> None:
         """The peer listens, and is about to wait for others."""
-        view.look(self.peer.remember)
-        self._tell_address(view.address)
-        view.look(self._share)
-        self._met = self._met or view.num_peers > 1
-        is_first = view.look(lambda node: node.clock()[0] == 0)
-        self._needed = self.peer.network.min_peers if is_first else 1
-        self._say_missing(view.num_peers)
-        if after_s := self.peer.alone_s:  # then nobody has to be there any more
-            do = view.node.context.do
-            view.look(lambda _: asyncio.get_running_loop().call_later(after_s, do, Alone()))
+        self.peer.remember(node.record())
+        self._tell_address(node.address)
+        record = node.record()
+        self._share(record)
+        self._met = self._met or record.live > 1
+        self._needed = 1 if record.version else self.peer.network.min_peers
+        self._say_missing(record.live)
+        if self.peer.alone_s:  # then nobody has to be there any more
+            node.end_alone_after(self.peer.alone_s)
 
-    def _share(self, node: Node) -> None:
+    def _share(self, record: PeerRecord) -> None:
         if self.active is not None:
-            self.active.are(node.core.facts.me, trainers(node))
+            self.active.are(record.peer, record.trainers)
 
     @contextmanager
     def joining(self) -> Iterator[None]:
         """The peer joins inside; signals are watched from here to `on_end`."""
         if self.peer.typed:
-            self._unwatch = watch(self._interrupt, self._sync.close_opened, self._signals)
+            self._unwatch = watch(self._interrupt, self._signals)
         try:
             with as_typed(self.peer.typed):
                 yield
@@ -167,12 +147,11 @@ class Program:
         """The peer exchanges inside."""
         return as_typed(self.peer.typed, self._remedy)
 
-    def _interrupt(self, number: int) -> bool:
+    def _interrupt(self, number: int) -> None:
         name, told = signal.Signals(number).name, self._sync.stop_asked is not None
         self._sync.interrupt(number)
         if not told:
             self.say(f"{name}: leaving the swarm; another {name} ends at once")
-        return self.ends_loop and bool(self._sync.ranks.size == 1)
 
     def on_leave(self, kind: type[BaseException] | None) -> None:
         """All ranks: before the goodbye, which this kind of error has caused."""
@@ -185,11 +164,11 @@ class Program:
         """The peer has left. A founder that has met nobody is told how to wait for others."""
         self._unwatch()
         sync = self._sync
-        if sync is None or sync.view is None:
+        if sync is None or sync.node is None:
             return
         done = "done" if finished else "dropped out"
         at = f"after {sync.steps} inner steps, at outer step {sync.version}"
-        self.say(f"{done} {at}; {human_bytes(sync.view.node.traffic.bytes_sent)} sent")
+        self.say(f"{done} {at}; {human_bytes(sync.node.traffic[0])} sent")
         if finished and not sync.steps:
             self.say("it made no inner step; was there any data?")
         if finished and not self._met and not self.peer.network.initial_peers:
@@ -275,18 +254,8 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-# -- signals ---------------------------------------------------------------------------------------
+# -- the peers of this process ---------------------------------------------------------------------
 
-
-class _Watcher(NamedTuple):
-    interrupt: Callable[[int], bool]
-    leave: Callable[[], None]
-
-
-_watchers: list[_Watcher] = []
-_before: dict[int, Any] = {}
-_received: dict[int, float] = {}
-_process = 0
 _peers: WeakSet[Any] = WeakSet()  # what this process has attached
 
 
@@ -299,59 +268,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def watch(
-    interrupt: Callable[[int], bool],
-    leave: Callable[[], None] = lambda: None,
-    over: Sequence[int] = (),
-) -> Callable[[], None]:
-    """Call `interrupt` with each signal, until the returned function is called.
-
-    It says whether the loop may be ended here and now, by `leave` and `SystemExit`. A second signal
-    of a kind ends at once. A handler of the program's own stays, unless its signal is in `over`.
-    Without effect outside the main thread.
-    """
-    global _process
-    watcher = _Watcher(interrupt, leave)
-    if threading.current_thread() is threading.main_thread():
-        _process = os.getpid()
-        _watchers.append(watcher)
-        for number in {*NUMBERS, *over}:
-            here = signal.getsignal(number)
-            if here == signal.SIG_DFL or (number in over and callable(here) and here is not _stop):
-                _before[number] = signal.signal(number, _stop)
-
-    def end() -> None:
-        _watchers[:] = (one for one in _watchers if one is not watcher)
-        if not _watchers and threading.current_thread() is threading.main_thread():
-            _received.clear()
-            for number, before in _before.items():
-                if signal.getsignal(number) is _stop:  # nobody has put another one over it
-                    signal.signal(number, before)
-            _before.clear()
-
-    return end
-
-
 def leave(number: int) -> NoReturn:
-    """End the program as this signal does; the innermost peer leaves first."""
-    for watcher in reversed(list(_watchers)):
-        watcher.leave()
+    """End the program as this signal does, after peers have left that no `with` block ends."""
+    for sync in list(_peers):
+        sync.close_opened()
     raise SystemExit(128 + number)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    before = _before.get(number, signal.SIG_DFL)
-    if not _watchers or os.getpid() != _process:  # in a process that was forked from this one
-        signal.signal(number, before)
-        return os.kill(os.getpid(), number)
-    interactive, now = number == signal.SIGINT, time.monotonic()
-    if (interactive and number in _received) or now - _received.get(number, now) > AGAIN_S:
-        os._exit(UnsavedError.exit_code if interactive else 128 + number)
-    _received.setdefault(number, now)
-    if callable(before) and before is not signal.default_int_handler:
-        before(number, frame)
-    may_end = all([watcher.interrupt(number) for watcher in list(_watchers)])
-    while frame is not None and frame.f_globals.get("__name__") not in WHOLE:
-        frame = frame.f_back
-    if may_end and frame is None:
-        leave(number)

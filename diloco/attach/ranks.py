@@ -26,6 +26,7 @@ from diloco.errors import CheckpointError, ConfigError, DilocoError, UnsavedErro
 from diloco.model.forward import layers_of
 from diloco.outer.fragments import Fragment, Slice, read_, write_
 from diloco.outer.local import Local
+from diloco.swarm.node.position import nothing
 
 # what gloo and NCCL say when another rank has ended
 BROKEN = "Connection (closed|reset) by peer|Broken pipe|remote process exited"
@@ -244,14 +245,17 @@ def _without_reduction(wrapped: Any) -> Iterator[None]:
 # -- one set of parameters, in the rows of several processes --------------------------------------
 
 RELEASE, GATHER, SCATTER = range(3)
+MOST_WORDS = 12  # of a message to the other ranks; numbers up to 2**53
+WORD: Any = {"dtype": torch.float64, "device": "cpu"}
 
 
 class ShardedParams(Local):
     """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
 
-    When the node asks for a range (`gather_`) or has a new one (`scatter_`), rank 0 exchanges rows
-    with the other ranks, which `follow` until its `release`. Fragments are ranges of whole
-    parameters, so payloads, blocks of the codecs and digests do not depend on the number of ranks.
+    All ranks call `of_rank0` together. When the node asks for a range (`gather_`) or has a new one
+    (`scatter_`), rank 0 exchanges rows with the others, until it says its result; if it raises,
+    they wait, and torchrun ends them. Fragments are ranges of whole parameters, so payloads, blocks
+    of the codecs and digests do not depend on the number of ranks.
     """
 
     def __init__(
@@ -304,25 +308,38 @@ class ShardedParams(Local):
             dist.broadcast(sent, src=0, group=self._values)
             self._write(sent, fragment, start, stop)
 
-    def release(self) -> None:
-        """The other ranks need not follow any more, for now."""
-        with self._lock:
-            self._say(RELEASE, 0, 0, 0)
+    def of_rank0(
+        self, call: Callable[[], Sequence[float]], prepare: Callable[[], None]
+    ) -> Sequence[float]:
+        """All ranks: what rank 0 gets from `call`, during which the others give and take rows.
 
-    def _say(self, *words: int) -> None:
-        dist.broadcast(torch.tensor(words, device="cpu"), src=0, group=self._words)
+        Before the first of these, the others `prepare`, as rank 0 does in its call.
+        """
+        if not self._ranks.is_rank0:
+            return self._follow(prepare)
+        result = call()
+        with self._lock:
+            self._say(RELEASE, *result)
+        return result
+
+    def _say(self, *words: float) -> None:
+        message = torch.zeros(MOST_WORDS, **WORD)
+        message[: len(words)] = torch.tensor(words, **WORD)
+        dist.broadcast(message, src=0, group=self._words)
 
     # -- the other ranks ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Send and take rows as rank 0 says, until it says `release`."""
-        words = torch.zeros(4, dtype=torch.int64)
+    def _follow(self, prepare: Callable[[], None]) -> Sequence[float]:
+        """Send and take rows as rank 0 says, until it says its result."""
+        words = torch.zeros(MOST_WORDS, **WORD)
         while True:
             dist.broadcast(words, src=0, group=self._words)
-            what, index, start, stop = words.tolist()
-            if what == RELEASE:
-                return
+            if words[0] == RELEASE:
+                return [float(word) for word in words[1:].tolist()]
+            prepare()
+            prepare = nothing
+            what, index, start, stop = map(int, words[:4].tolist())
             if what == SCATTER:
                 values = torch.empty(stop - start, dtype=torch.float32, device=self._ranks.device)
                 dist.broadcast(values, src=0, group=self._values)
@@ -370,18 +387,3 @@ class ShardedParams(Local):
             if first < last:
                 at = offset + first - piece.start
                 write_(self.of_process(piece.name), first - begin, values[at : at + last - first])
-
-
-def of_rank0(number: Callable[[], int], ranks: RankGroup | None) -> int:
-    """All ranks, also before there is a group of `ranks`: what rank 0 gets."""
-    rank, size = RankGroup.rank_and_size()
-    if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"swarm.seed: {os.environ['WORLD_SIZE']} processes were started together, and there is"
-            " no process group yet, in which rank 0 would tell it; make one first, or ask after"
-            " attach(...)"
-        )
-    value = number() if rank == 0 else 0
-    if size == 1:
-        return value
-    return (ranks or RankGroup.from_process_group(torch.device("cpu"))).broadcast(value)

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from diloco.attach import devices
 from diloco.attach.arguments import PeerArguments, as_typed, check_names, network_of, outer_of
 from diloco.attach.attachment import Attachment
-from diloco.attach.data_shard import ActivePeers, ReadPosition, shard
+from diloco.attach.data_shard import ActivePeers, ReadPosition, of_rank0, shard
 from diloco.attach.optimizer import kind_of, unwrap_optimizer
 from diloco.attach.parameters import TrainedParams, unwrap_model
 from diloco.attach.program import Program, check_not_spawned
-from diloco.attach.ranks import RankGroup, of_rank0
+from diloco.attach.ranks import RankGroup
 from diloco.attach.saved import LoopCheckpoints, PeerState
 from diloco.attach.schedulers import Schedulers, is_attached, swarm_steps
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
@@ -40,7 +40,7 @@ from diloco.config.files import fragments_of
 from diloco.errors import CheckpointError, ConfigError
 from diloco.rundir.summary import PhaseTimer
 from diloco.swarm.node.options import NodeOptions, RunSpec
-from diloco.swarm.node.runtime import NodeThread, Runtime
+from diloco.swarm.node.runtime import EventLoopThread, Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.text import expanded
 
@@ -176,8 +176,8 @@ class Swarm:
         """A peer of this run that this thread left attached leaves, unless this one joins at it."""
         before = _attached.get(place := (self._peer.run_id, threading.get_ident()))
         if before is not None and before.attachment is not None and self._peer.typed:
-            view = before.attachment.view
-            if before is self or view is None or view.address not in self.network.initial_peers:
+            node = before.attachment.node
+            if before is self or node is None or node.address not in self.network.initial_peers:
                 before.__exit__(RuntimeError, None, None)
         _attached[place] = self
 
@@ -231,7 +231,7 @@ class Swarm:
                 " or one attach"
             )
         peer, program = self._peer, self._program
-        runtime = peer.runtime or NodeThread()
+        runtime = peer.runtime or EventLoopThread()
         options, parameters = None, TrainedParams(model)
         if self._fragments_by_size:
             fragments = fragments_of(sum(parameters.numels.values()))
@@ -331,7 +331,7 @@ class Swarm:
         """The address with which others join, or ""; `ConfigError` before `attach`."""
         if self.attachment is None:
             raise ConfigError("Swarm.address: a peer has none before attach(...)")
-        return "" if self.attachment.view is None else self.attachment.view.address
+        return "" if self.attachment.node is None else self.attachment.node.address
 
     @property
     def steps(self) -> int:
@@ -387,14 +387,14 @@ class Swarm:
         Empty without a swarm, and on ranks > 0.
         """
         sync = self.attachment
-        if sync is None or sync.view is None:
+        if sync is None or sync.node is None:
             return {}
-        seconds, traffic = sync.phases.seconds(), sync.view.node.traffic
+        seconds, (sent, received) = sync.phases.seconds(), sync.node.traffic
         return {
-            "diloco/peers": sync.view.num_peers,
+            "diloco/peers": sync.node.num_peers,
             "diloco/round": sync.version,
-            "diloco/bytes_sent": traffic.bytes_sent,
-            "diloco/bytes_received": traffic.bytes_received,
+            "diloco/bytes_sent": sent,
+            "diloco/bytes_received": received,
             "diloco/wait_share": seconds.wait / max(sum(astuple(seconds)), 1e-9),
             "diloco/tokens_discarded": sync.discarded_tokens,
         }

@@ -32,7 +32,7 @@ import click
 from diloco.cli import Command, Options, configured
 from diloco.cli.sweep import sweepable
 from diloco.errors import DilocoError, SwarmError, UnsavedError
-from diloco.process import on_signals
+from diloco.signals import on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,7 @@ import click
 
 from diloco.cli import PATH, Command, Function, Options, configured
 from diloco.errors import ConfigError, DilocoError, DivergedError
-from diloco.process import on_signals
+from diloco.signals import on_signals
 from diloco.text import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:

@@ -81,8 +81,8 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     from rich.console import Console
 
     from diloco.dashboard.live import LiveView, print_warnings, print_who_can_join
-    from diloco.process import on_signals
     from diloco.rundir.reporting import Ready
+    from diloco.signals import on_signals
     from diloco.train.host import Host
 
     print_warnings()

@@ -35,7 +35,7 @@ class DataParallel:
         self.version = self.applied_tokens = self.inner_step = 0
         self.steps = self.tokens = self.discarded_tokens = self.unsent_tokens = 0
         self.exchanged = self.interrupted = self._asked_to_stop = False
-        self.view = None
+        self.node = None
         self._model, self._optimizer = model, optimizer
         self._counted_tokens = 0
         self._hook: Any = None

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from diloco import model as models
-from diloco.attach.node_link import NodeHandle
+from diloco.attach.node_thread import NodeThread
 from diloco.attach.parameters import TrainedParams
 from diloco.attach.swarm import Swarm
 from diloco.config import Config
@@ -21,7 +21,7 @@ from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import PeerStatus
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.client.ask import check_clock, inspect_swarm, parse_manifest
-from diloco.swarm.node.runtime import NodeThread
+from diloco.swarm.node.runtime import EventLoopThread
 from diloco.swarm.wire.gate import observer_gate
 from diloco.train import start_files
 from diloco.train.checkpoint import identity_path, write_address
@@ -59,7 +59,7 @@ class Host:
         swarm = Swarm.of(config, manifest, identity=identity, name=name, on_event=on_event)
         self._options = swarm.options(parameters, trains=False, device="cpu")
         self._replica = Replica(parameters, fragments, outer)
-        self._runtime = NodeThread()
+        self._runtime = EventLoopThread()
         self._used_up = False
         torch.set_grad_enabled(False)
 
@@ -68,23 +68,23 @@ class Host:
             stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
-            self.node = self._runtime.open(self._options, self._replica, self._log.swarm_event)
-            self._view = NodeHandle(self.node, self._runtime)
-            stack.callback(self._view.close)
+            told = self._log.swarm_event
+            self.node = NodeThread.open(self._runtime, self._options, self._replica, told)
+            stack.callback(self.node.close)
             write_address(self._config, self.address)
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._open:
-            self._runtime.call(self.node.leave(finished=False))
+            self.node.leave(finished=False)
             path = self._config.run.dir / "contributions.csv"
-            write_contributions(path, self._view.contributions())
+            write_contributions(path, self.node.record().contributions)
 
     @property
     def address(self) -> str:
         """The address by which others join."""
-        return self._view.address
+        return self.node.address
 
     def is_over(self) -> bool:
         """Return True if the run's budget is used up, and no peer that trains is left.
@@ -92,24 +92,22 @@ class Host:
         Ask at least once a second: the last version may not come here when its peers leave; then
         their status counts.
         """
-        core, tip = self.node.core.facts, self.node.core.facts.control.tip.head
-        self.manifest = raised(self.manifest, core.planned)
-        trainers = [member for member in core.members.all() if member.hello.trains]
-        self._used_up |= self.manifest.budget.is_used_up(tip.number, tip.work)
-        return self._used_up and not trainers
+        record = self.node.record()
+        self.manifest = raised(self.manifest, record.planned)
+        self._used_up |= self.manifest.budget.is_used_up(record.version, record.applied_tokens)
+        return self._used_up and not record.others_that_train
 
     def status(self) -> PeerStatus:
         """Return this host's state and figures, for a live table."""
-        core, traffic = self.node.core.facts, self.node.traffic
-        head = core.control.tip.head
+        record, (sent, received) = self.node.record(), self.node.traffic
         return PeerStatus(
             self._name,
             time.time(),
-            state="training" if core.life.ready else "waiting",
-            version=head.number,
+            state="training" if record.ready else "waiting",
+            version=record.version,
             outer_steps=self.manifest.budget.outer_steps,
-            tokens=head.work,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            peers=self._view.num_peers,
+            tokens=record.applied_tokens,
+            bytes_sent=sent,
+            bytes_received=received,
+            peers=record.live,
         )

@@ -102,8 +102,8 @@ class Trainer:
 
     def _follow_plan(self) -> None:
         """All ranks: take over the length of the run that the swarm has agreed on."""
-        view = self.sync.view
-        plan = [0, 0, 0] if view is None else list(view.node.core.facts.planned)
+        node = self.sync.node
+        plan = (0, 0, 0) if node is None else node.record().planned
         config = raised(self.config, self.ranks.broadcast_floats(plan))
         self.config = self.checkpoints.config = self.report.config = config
 
@@ -217,13 +217,13 @@ class Trainer:
         ]
 
     def _show(self, written: list[tuple[str, str]]) -> None:
-        version, view = self.sync.version, self.sync.view
+        version, node = self.sync.version, self.sync.node
         self.report.log.samples(version, written)
         shown = (written[0][0][-24:] + written[0][1])[:64]
         text = f"v{version} writes {json.dumps(shown, ensure_ascii=False)}"
         self.report.tell(Notice(text=text))
-        if view is not None:
-            view.look(lambda node: node.recorder.add_samples(version, written))
+        if node is not None:
+            node.add_samples(version, written)
 
     def save(self, background: bool = False) -> None:
         """All ranks: write a checkpoint of the last boundary, in the `background` while training
@@ -258,9 +258,9 @@ class Trainer:
                 "checkpoints are written again, after %d that could not be", self._unsaved
             )
             self._unsaved = 0
-        if self.config.run.lead and sync.view is not None:
+        if self.config.run.lead and sync.node is not None:
             path = self.config.run.dir / "contributions.csv"
-            write_contributions(path, sync.view.contributions())
+            write_contributions(path, sync.node.record().contributions)
 
     def _not_saved(self, version: int, error: ConfigError) -> None:
         self._unsaved += 1

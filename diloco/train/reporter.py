@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -50,7 +50,7 @@ class Reporter:
         self._told_at = 0.0
         self._own: tuple[int, float] = (0, 0.0)  # tokens and seconds at the last line with a loss
         self._swarm: tuple[int, float] = (0, 0.0)  # the same of the swarm, at the last outer step
-        self._anchors: dict[str, str] = {}
+        self._anchors: Mapping[str, str] = {}
 
     def begin(self) -> None:
         """Start the clocks of the paces: training begins."""
@@ -94,12 +94,13 @@ class Reporter:
             return
         sync, seconds, (tokens, at) = self.sync, self.phases.seconds(), self._swarm
         figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
-        if sync.view is not None:
+        if sync.node is not None:
             # only those that moved since the line before: lines must stay short
-            anchors, before = sync.view.anchors(), self._anchors
-            moved = {key: at for key, at in anchors.items() if before.get(key) != at}
-            self._anchors = anchors
-            figures |= {"anchors": moved, **sync.view.membership()}
+            record, before = sync.node.record(), self._anchors
+            moved = {key: at for key, at in record.anchors.items() if before.get(key) != at}
+            self._anchors = record.anchors
+            figures["anchors"] = moved
+            figures |= {name: getattr(record, name) for name in ("live", "training", "merged")}
         self._swarm = (sync.applied_tokens, seconds.total)
         figures["swarm_tokens_per_s"] = (sync.applied_tokens - tokens) / max(
             seconds.total - at, 1e-9
@@ -110,10 +111,8 @@ class Reporter:
     def traffic(self) -> tuple[int, int]:
         """The bytes sent and received by this peer, also before it resumed from a checkpoint."""
         sent, received = self._earlier_traffic
-        if self.sync.view is None:
-            return sent, received
-        here = self.sync.view.node.traffic
-        return sent + here.bytes_sent, received + here.bytes_received
+        here = (0, 0) if self.sync.node is None else self.sync.node.traffic
+        return sent + here[0], received + here[1]
 
     def _status(self, state: str) -> PeerStatus:
         sync, (sent, received) = self.sync, self.traffic()
@@ -128,16 +127,16 @@ class Reporter:
             tokens_per_s=round(self._tokens_per_s, 1),
             bytes_sent=sent,
             bytes_received=received,
-            peers=self.ranks.size if sync.view is None else sync.view.num_peers,
-            merged=None if sync.view is None else sync.view.merged(),
+            peers=self.ranks.size if sync.node is None else sync.node.num_peers,
+            merged=None if sync.node is None else sync.node.merged,
         )
 
     def summary(self, wall_s: float, digest: str | None = None) -> Summary:
         """Return this peer's summary; `digest` is that of its anchor, where it is known already."""
-        config, sync, view = self.config, self.sync, self.sync.view
-        core, (sent, received) = view and view.node.core.facts, self.traffic()
+        config, sync, (sent, received) = self.config, self.sync, self.traffic()
+        record = None if sync.node is None else sync.node.record()
         mine = PeerSummary(
-            peer_id=core.me if core else f"rank{self.ranks.rank}",
+            peer_id=record.peer if record else f"rank{self.ranks.rank}",
             name=config.run.name or "peer",
             steps=sync.steps,
             tokens=sync.tokens,
@@ -155,9 +154,9 @@ class Reporter:
             tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
             eval=Evaluation(self.eval_loss),
             peers=[mine],
-            heals=core.heals if core else 0,
-            takeovers=core.takeovers if core else 0,
-            contributions=view.contributions() if view else (),
+            heals=record.heals if record else 0,
+            takeovers=record.takeovers if record else 0,
+            contributions=record.contributions if record else (),
         )
 
 

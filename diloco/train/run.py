@@ -4,7 +4,6 @@ summary."""
 from __future__ import annotations
 
 import faulthandler
-import signal
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from diloco import data
 from diloco import model as models
 from diloco.attach import devices
 from diloco.attach.parameters import full_tensor, values_digest
-from diloco.attach.program import watch
 from diloco.attach.ranks import RankGroup
 from diloco.attach.swarm import Swarm
 from diloco.config import Config, flatten
@@ -37,6 +35,7 @@ from diloco.rundir.summary import (
     write_contributions,
     write_summary,
 )
+from diloco.signals import OF_COMMANDS, watch
 from diloco.swarm.wire.identity import identity_number
 from diloco.train import start_files
 from diloco.train.checkpoint import (
@@ -121,7 +120,7 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
         parts = (model, wrapped, optimizer, stream, holdout, sync, checkpoints, report, tokenizer)
         trainer = Trainer(config, ranks, *parts)
         if wandb is not None:
-            wandb.figures = lambda: {} if sync.view is None else swarm_figures(sync.view.observe())
+            wandb.figures = lambda: {} if sync.node is None else swarm_figures(sync.node.observe())
         if ranks.is_rank0 and config.run.lead:
             _prepare_files(trainer)
         report.state("waiting")
@@ -236,14 +235,13 @@ def _leave_on_signals(sync: Sync, ranks: RankGroup) -> Callable[[], None]:
     """Leave cleanly on Ctrl+C, SIGTERM and their like; rank 0 says so once."""
     announced = threading.Event()
 
-    def stop(number: int) -> bool:
+    def stop(number: int) -> None:
         if not announced.is_set() and ranks.is_rank0 and not ranks.broken:
             sys.stderr.write("diloco: leaving the swarm; Ctrl+C once more ends at once\n")
         announced.set()
         sync.interrupt()
-        return False
 
-    return watch(stop, over=(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    return watch(stop, over=OF_COMMANDS)
 
 
 def _take_part(trainer: Trainer) -> None:
@@ -269,8 +267,8 @@ def _reporting_arrival(sync: Sync, tell: Tell) -> Iterator[None]:
 
     def report() -> None:
         while not arrived.wait(ARRIVAL_EVERY_S):
-            if sync.view is not None:
-                tell(Stage(stage="state", received=sync.view.node.traffic.bytes_received))
+            if sync.node is not None:
+                tell(Stage(stage="state", received=sync.node.traffic[1]))
 
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()

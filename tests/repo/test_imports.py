@@ -26,7 +26,7 @@ LAYERS = [
     for row in """
     text atomic ranges protocol
     errors
-    process
+    process signals
     admission hub
     config
     messages

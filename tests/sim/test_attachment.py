@@ -232,6 +232,8 @@ def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> N
     local = values()
     with sync.anchored():
         if outer:  # at a barrier they differ from it only in the middle of a round
-            assert torch.equal(values().sort().values, sync.node.replica.anchors[0].sort().values)
+            assert torch.equal(
+                values().sort().values, sync.node.node.replica.anchors[0].sort().values
+            )
             assert not torch.equal(values(), local)
     assert torch.equal(values(), local)

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from diloco.attach.node_link import NodeLink
-from diloco.attach.ranks import RankGroup
 from diloco.config import OuterConfig
 from diloco.core.events import Apply
 from diloco.core.fragment import Moving
@@ -30,13 +28,12 @@ from diloco.outer.digest import part_digests
 from diloco.outer.fragments import CHUNK, partition
 from diloco.outer.local import Local, Staging, staging_of, train_on_current_stream
 from diloco.outer.replica import Replica
-from diloco.rundir.summary import PhaseTimer
-from diloco.swarm.node.runtime import NodeThread
 from diloco.swarm.rpc.updates import Update
 from tests.harness.fuzz.virtual import small_pieces
 from tests.support.alone import Alone
 from tests.support.core import ME, OTHER, D
 from tests.support.coroutines import turns, until
+from tests.support.loops import Direct, LastFlight, attached, made
 
 SHAPES = {"embed": (7, 5), "narrow": (6,), "turned": (4, 5), "scale": (), "head": (5, 7)}
 NUMELS = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
@@ -278,11 +275,12 @@ def test_the_node_copies_in_the_stream_in_which_training_runs(
 
 def test_the_node_is_told_the_stream_before_each_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[torch.device]()
-    monkeypatch.setattr("diloco.attach.node_link.train_on_current_stream", told.append)
-    link = NodeLink(RankGroup(torch.device("cpu")), NodeThread(), PhaseTimer())
-    link.share({name: torch.zeros(2, device="meta") for name in "wv"}, ())
-    assert link.run_with_parameters(lambda node: node.load_anchors()) is None
-    assert told == [torch.device("meta")]
+    monkeypatch.setattr("diloco.attach.attachment.train_on_current_stream", told.append)
+    sync = attached(made(runtime=Direct(LastFlight())))
+    with sync:
+        told.clear()
+        sync._optimizer.step()
+    assert told[0] == torch.device("cpu")
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -336,8 +334,8 @@ class Sending:
     async def send(self) -> None:
         """The exchange after a cycle."""
         for _ in range(4):
-            await self.node.stepped(10)
-        assert await self.node.exchange() is not None
+            position = await self.node.after_step(10)
+        assert position.exchanged
 
     async def until_copied(self) -> None:
         """Until the thread that encodes has the first copy, and whoever waits for it does."""

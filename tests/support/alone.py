@@ -59,8 +59,7 @@ class Alone(Node):
     async def learn(self, tokens: int = 10) -> None:
         """An inner step that takes 1 from each parameter, and the exchange after it."""
         self.parameters["w"].sub_(1.0)
-        await self.stepped(tokens)
-        assert await self.exchange() is not None
+        assert (await self.after_step(tokens)).stopped_by < 0
 
 
 def alone(

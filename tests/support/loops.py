@@ -17,8 +17,9 @@ from diloco.sim.lockstep import Lockstep
 from diloco.sim.network import Network
 from diloco.sim.peers import SimRuntime
 from diloco.sim.virtual_time import virtual_time
-from diloco.swarm.node.node import ExchangeResult, Node
+from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.position import Position
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.streams import Traffic
 from diloco.swarm.wire.transport import Transport
@@ -39,7 +40,7 @@ class Loop:
     @property
     def node(self) -> Node:
         assert self.sync.node is not None
-        return self.sync.node
+        return self.sync.node.node
 
     def pass_s(self, seconds: float) -> None:
         self._lockstep.call(asyncio.sleep(seconds))
@@ -124,44 +125,54 @@ class LastFlight:
     contribution comes too late."""
 
     def __init__(self) -> None:
-        self.version, self.position, self.cycle, self.discarded = 3, 0, 4, 0
-        self.core = SimpleNamespace(
-            facts=SimpleNamespace(me="me", members=Members("me"), planned=(0, 0, 0)),
-            measure=None,
-            fastest_steps_per_s=lambda mine: mine,
-            others_at=list[str],
-            discarded=lambda: self.discarded,
-        )
+        self.version, self.position_in_cycle, self.cycle, self.discarded = 3, 0, 4, 0
+        facts = SimpleNamespace(members=Members("me"), planned=(0, 0, 0))
+        self.core = SimpleNamespace(facts=facts, measure=None)
+        self.others: list[str] = []
         self.traffic = Traffic()
         self.leased = SimpleNamespace(plan_round=lambda sequences: None)
         self.addresses: list[str] = []
         self.said: list[str] = []
 
-    @property
-    def waits(self) -> bool:
-        return self.position >= self.cycle
+    def position(self, exchanged: int = 0) -> Position:
+        own = self.discarded, self.position_in_cycle, self.cycle, self.position_in_cycle
+        return Position(-1, self.version, 30, *own, exchanged)
 
-    def clock(self) -> tuple[int, int]:
-        return self.version, 30
-
-    def place(self) -> tuple[int, int, int]:
-        return self.position, self.cycle, self.position
+    def record(self) -> Any:
+        return SimpleNamespace(
+            peer="me",
+            addresses=self.addresses,
+            others=self.others,
+            trainers=["me"],
+            live=1,
+            version=self.version,
+        )
 
     async def wait_until_ready(self) -> bool:
         return False
 
-    async def begin(self, cycle: int = 0, cold: bool = False) -> ExchangeResult:
-        self.cycle = cycle or self.cycle
-        return ExchangeResult(*self.clock(), self.discarded, 0.0, 0.0)
+    async def begin(self, cold: bool = False) -> Position:
+        return self.position()
 
-    async def stepped(self, tokens: int, steps_per_s: float = 0.0) -> tuple[int, ...]:
-        self.position += 1
-        return (self.waits, *self.clock(), self.discarded, *self.place())
+    async def after_step(self, tokens: int, pace: float, prepare: Callable[[], None]) -> Position:
+        self.position_in_cycle += 1
+        if self.position_in_cycle < self.cycle:
+            return self.position()
+        prepare()
+        return await self.exchange()
 
-    async def exchange(self) -> ExchangeResult:
+    async def exchange(self) -> Position:
         self.said.append("exchange")
-        self.position, self.discarded = 0, 7
-        return ExchangeResult(*self.clock(), self.discarded, 0.0, 0.0)
+        self.position_in_cycle, self.discarded = 0, 7
+        return self.position(exchanged=1)
+
+    async def resume(self, *_: object) -> Position:
+        self.said.append("resume")
+        return self.position()
+
+    async def load_anchors(self) -> Position:
+        self.said.append("load_anchors")
+        return self.position()
 
     def __getattr__(self, name: str) -> Any:
         async def other(*_: object) -> None:

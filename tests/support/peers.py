@@ -21,15 +21,16 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from diloco.attach.node_link import NodeHandle
+from diloco.attach.node_thread import NodeThread
 from diloco.config import OuterConfig, SwarmConfig, compose
 from diloco.core.members import Members
 from diloco.outer.digest import anchor_digest, digest_of
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
-from diloco.swarm.node.node import ExchangeResult, Node
+from diloco.swarm.node.node import Node
 from diloco.swarm.node.options import NodeOptions, RunSpec
-from diloco.swarm.node.runtime import NodeThread
+from diloco.swarm.node.position import Position
+from diloco.swarm.node.runtime import EventLoopThread
 from diloco.train.run import run
 from tests.harness.chaos.peers import marked
 from tests.support import warm
@@ -101,8 +102,8 @@ class Trainee:
     replica: Replica
     parameters: dict[str, Tensor]
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    runtime: NodeThread = field(default_factory=NodeThread)
-    view: NodeHandle = field(init=False)
+    runtime: EventLoopThread = field(default_factory=EventLoopThread)
+    view: NodeThread = field(init=False)
 
     @property
     def node(self) -> Node:
@@ -136,27 +137,27 @@ class Trainee:
 
     def start(self) -> Self:
         hear = lambda kind, fields: self.events.append((kind, dict(fields)))  # noqa: E731
-        self.view = NodeHandle(self.runtime.open(self.options, self.replica, hear), self.runtime)
+        self.view = NodeThread.open(self.runtime, self.options, self.replica, hear)
         return self
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine of the node."""
         return self.runtime.call(work)
 
-    def begin(self) -> ExchangeResult | None:
+    def begin(self) -> Position:
         return self.call(self.node.begin())
 
-    def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> ExchangeResult:
+    def round(self, step: Mapping[str, Tensor] | float, tokens: int = 100) -> Position:
         """An inner "step" that subtracts `step` from the parameters, and the exchange."""
         for name, parameter in self.parameters.items():
             parameter.sub_(step if isinstance(step, float) else step[name])
 
-        async def exchange() -> ExchangeResult:
+        async def exchange() -> Position:
             position, steps, _ = self.node.place()
             for step in range(position, steps):
-                await self.node.stepped(tokens * (step + 1) // steps - tokens * step // steps)
-            outcome = await self.node.exchange()
-            assert outcome is not None, "interrupted"
+                part = tokens * (step + 1) // steps - tokens * step // steps
+                outcome = await self.node.after_step(part)
+            assert outcome.exchanged and outcome.stopped_by < 0, "interrupted"
             return outcome
 
         return self.call(exchange())

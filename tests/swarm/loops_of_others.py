@@ -60,7 +60,7 @@ def report(phase: str, attachment: Any, model: Any, **more: object) -> None:
         "tokens": attachment.tokens,
         "applied": attachment.applied_tokens,
         "discarded": attachment.discarded_tokens,
-        "peer": attachment.node.core.facts.me if attachment.view else None,
+        "peer": attachment.node.record().peer if attachment.node else None,
         "model": values_digest({name: one.detach() for name, one in model.named_parameters()}),
         **more,
     }

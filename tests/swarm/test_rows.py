@@ -3,6 +3,7 @@ which rows."""
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -99,19 +100,25 @@ def rank(kind: str, place: Path) -> None:
     )
     staging = at_once if kind == "staged" else None
     rows._staging = lambda *_: staging  # type: ignore[method-assign]
-    if ranks.is_rank0:
-        replica = Replica(rows, fragments, SETTINGS)
-        rows.release()
-    else:
-        rows.follow()
+    made, prepared = list[Replica](), list[bool]()
+    prepare = lambda: prepared.append(True)  # noqa: E731
+
+    def make() -> Sequence[float]:
+        made.append(Replica(rows, fragments, SETTINGS))
+        return (3, 2.0**53, 0.5)
+
+    assert rows.of_rank0(make, prepare)[:3] == [3, 2.0**53, 0.5] or ranks.is_rank0
     with torch.no_grad():
         learned(parameters)
     found = {}
-    if ranks.is_rank0:
-        found = outcome(replica)
-        rows.release()
-    else:
-        rows.follow()
+
+    def exchange() -> Sequence[float]:
+        found.update(outcome(made[0]))
+        return ()
+
+    rows.of_rank0(exchange, prepare)
+    # rank 0 prepares in its own call, and the others whenever parameters are wanted
+    assert len(prepared) == (0 if ranks.is_rank0 else 2)
     with restored_after(parameters), torch.no_grad():
         for parameter in parameters.values():
             local_tensor(parameter).zero_()

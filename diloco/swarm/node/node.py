@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
@@ -23,7 +22,7 @@ from diloco.errors import SwarmError
 from diloco.messages.control import Answer
 from diloco.messages.fields import Units
 from diloco.messages.heads import Line
-from diloco.outer.digest import fragment_digest
+from diloco.messages.snapshot import Snapshot
 from diloco.outer.replica import Replica
 from diloco.ranges import NONE
 from diloco.swarm.context import Context, OnEvent
@@ -31,35 +30,22 @@ from diloco.swarm.node.anchors import Anchors
 from diloco.swarm.node.leases import LeasedData
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
-from diloco.swarm.node.recorder import Recorder
+from diloco.swarm.node.position import Position, dylu_steps, nothing
+from diloco.swarm.node.recorder import PeerRecord, Recorder, record_of
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState, fetch_inner
 from diloco.swarm.rpc.server import Server
 from diloco.swarm.wire.streams import BULK
+from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 
-__all__ = ["Connect", "ExchangeResult", "Node", "OnEvent"]
+__all__ = ["Connect", "Node", "OnEvent"]
 
 DISCOVERY_S = CLOSE_S = 5.0
 READ_S = 10.0  # in which others read what this peer still sends when it leaves
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""
-
-
-@dataclass(frozen=True)
-class ExchangeResult:
-    """Where the model is after an exchange, and where the time went (seconds).
-
-    `version` are the fewest outer steps of all fragments, `applied_tokens` the swarm clock at the
-    anchors here, `discarded_tokens` this peer's own that are not in them and never will be.
-    """
-
-    version: int
-    applied_tokens: int
-    discarded_tokens: int
-    wait_s: float
-    outer_s: float
 
 
 class Node:
@@ -85,12 +71,13 @@ class Node:
         context.packed_snapshot, context.read_part = self.recorder.packed, self.anchors.read_part
         self._mesh = ControlMesh(context, options.run)
         self._server = Server(context)
-        self._until = context.tasks.until
+        self._until, self._spawn = context.tasks.until, context.tasks.spawn
         self._captures: list[Line] = []
         self._loads: dict[int, None] = {}
         self._queue: Units | None = None
         self._planned = context.core.facts.planned
-        self._exited = self._interrupted = False
+        self._exited, self._interrupted_by = False, -1
+        self._warm_steps: int | None = None  # of the first cycle of a cold peer
 
     @classmethod
     async def open(
@@ -155,19 +142,25 @@ class Node:
         await context.transport.close()
 
     def carry_out(self, actions: Sequence[events.Action]) -> None:
-        """Do what the core asked for."""
-        works: dict[type, Callable[[Any], Coroutine[Any, Any, None]]] = {
-            events.SendPayload: lambda action: contribution.send(self.context, action),
-            events.AskDonor: lambda action: state.fetch(self.context, action.peer, action.get),
-            events.Merge: self.anchors.merge,
-            events.Apply: self.anchors.apply,
-            events.Replace: self.anchors.replace,
-        }
+        """Do what the core asked for; what is for the training loop waits for its `exchange`."""
         for action in actions:
-            if type(action) in works:
-                self.context.tasks.spawn(works[type(action)](action))
-            else:
-                self._carry_out(action)
+            match action:
+                case events.Capture(line):
+                    self._captures.append(line)
+                case events.Load(fragment):
+                    self._loads[fragment] = None
+                case events.SendPayload():
+                    self._spawn(contribution.send(self.context, action))
+                case events.AskDonor(peer, get):
+                    self._spawn(state.fetch(self.context, peer, get))
+                case events.Merge():
+                    self._spawn(self.anchors.merge(action))
+                case events.Apply():
+                    self._spawn(self.anchors.apply(action))
+                case events.Replace():
+                    self._spawn(self.anchors.replace(action))
+                case _:
+                    self._carry_out(action)
         planned, queue = self.core.facts.planned, self.core.facts.data.queue
         if planned != self._planned:
             self._planned = planned
@@ -192,10 +185,6 @@ class Node:
                 self.context.note(kind, **fields)
             case events.Wake(at):
                 asyncio.get_running_loop().call_at(at, self._wake)
-            case events.Capture(line):
-                self._captures.append(line)
-            case events.Load(fragment):
-                self._loads[fragment] = None
             case events.Exit():
                 self._exited = True
 
@@ -232,92 +221,101 @@ class Node:
         fetching.cancel()
         return None
 
-    async def begin(self, cycle: int = 0, cold: bool = False) -> ExchangeResult | None:
+    async def begin(self, cold: bool = False, steps_per_s: float = 0.0) -> Position:
         """Wait until this peer has what the others have, and go on from the anchors, in step with
         the others.
 
-        A `cold` peer only gets the anchors: it trains beside the swarm, which waits for nothing
-        from it. None when `interrupt` came first.
+        A `cold` peer only gets the anchors, and begins after its first cycle: it trains beside the
+        swarm, which waits for nothing from it.
         """
         await self.wait_until_ready()
         if self._interrupted:
-            return None
-        self.plan_cycle(cycle)
+            return Position(self._interrupted_by)
+        self.plan_cycle(self.replica.settings.sync_every)
         await self.load_anchors()
+        self._warm_steps = 0 if cold else None
         if cold:
-            return self._result(0.0, 0.0)
+            return self._position()
         self.context.do(events.Begun())
-        return await self.exchange()
+        return await self.exchange(steps_per_s)
 
-    async def stepped(
-        self, tokens: int, steps_per_s: float = 0.0
-    ) -> tuple[bool, int, int, int, int, int, int]:
-        """The training loop made an inner step of so many tokens. Returns whether an `exchange` has
-        to come before the next one, version and clock, discarded tokens, and `place`.
+    async def after_step(
+        self, tokens: int, steps_per_s: float = 0.0, prepare: Callable[[], None] = nothing
+    ) -> Position:
+        """The training loop made an inner step of so many tokens; perhaps an exchange follows.
+
+        Before an exchange, `prepare` runs in a thread. Raises `DivergedError` before anything is
+        sent that is not finite.
         """
         units = self.leased.trained() if self.leased.wanted else NONE
         self.context.do(events.Stepped(tokens, units, steps_per_s))
-        return (self.waits, *self.clock(), self.core.discarded(), *self.place())
+        if self._warm_steps is None:
+            return await self.exchange(steps_per_s, prepare)
+        self._warm_steps += 1
+        if self._warm_steps < self.core.facts.loop.cycle:
+            return self._position()
+        await in_thread(prepare)
+        return (await self.begin(steps_per_s=steps_per_s))._replace(exchanged=1)
 
-    async def exchange(self) -> ExchangeResult | None:
-        """Send what is due and load what is new, until the next inner step may be made; None if
-        `interrupt` came first. Raises `DivergedError` before anything is sent that is not finite.
-        """
+    async def exchange(
+        self, steps_per_s: float = 0.0, prepare: Callable[[], None] = nothing
+    ) -> Position:
+        """Send what is due and load what is new, until the next inner step may be made."""
+        if self._interrupted or (self.core.runs and not self._is_due()):
+            return self._position()
+        await in_thread(prepare)
         wait_s = outer_s = 0.0
         while not self._interrupted:
             begun_at = self.context.now()
-            if self._captures or self._loads:
-                await self._capture_all()
+            if self._is_due():
+                while self._captures:
+                    await self.anchors.capture(self._captures.pop(0))
                 while self._loads:
                     fragment = next(iter(self._loads))
                     del self._loads[fragment]
                     await self.anchors.load(fragment)
                 outer_s += self.context.now() - begun_at
             elif self.core.runs:
-                return self._result(wait_s, outer_s)
+                break
             else:
                 await self._until(lambda: self._interrupted or self._is_due() or self.core.runs)
                 wait_s += self.context.now() - begun_at
-        return None
+        if (settings := self.replica.settings).dylu:
+            fastest = self.core.fastest_steps_per_s(steps_per_s)
+            self.plan_cycle(dylu_steps(steps_per_s, fastest, settings.sync_every))
+        return self._position()._replace(exchanged=1, wait_s=wait_s, outer_s=outer_s)
 
     def _is_due(self) -> bool:
         return bool(self._captures or self._loads)
 
-    async def _capture_all(self) -> None:
-        while self._captures:
-            await self.anchors.capture(self._captures.pop(0))
+    def _position(self) -> Position:
+        return Position(self._interrupted_by) if self._interrupted else self._here()
 
-    def _result(self, wait_s: float, outer_s: float) -> ExchangeResult:
-        return ExchangeResult(*self.clock(), self.core.discarded(), wait_s, outer_s)
+    def _here(self) -> Position:
+        return Position(-1, *self.clock(), self.core.discarded(), *self.place())
 
     @property
-    def waits(self) -> bool:
-        """Whether an `exchange` has to come before the next inner step."""
-        return self._is_due() or not self.core.runs
-
-    def digests(self) -> list[str]:
-        """The digest (hex) of each anchor."""
-        return [fragment_digest(f.tip.parts) for f in self.core.facts.fragments]
+    def _interrupted(self) -> bool:
+        return self._interrupted_by >= 0
 
     def place(self) -> tuple[int, int, int]:
         """Where training is: inner steps since the outer step that it started from, how many there
         are in a cycle, and tokens in no contribution yet.
         """
         facts = self.core.facts
-        loop = facts.loop
+        facts, loop = self.core.facts, self.core.facts.loop
+        if self._warm_steps is not None:
+            return self._warm_steps, loop.cycle, facts.control.learned.tokens
         overlaps = loop.position <= facts.settings.overlap
         overdue = facts.fragments[-1].learned.steps_left is not None and overlaps
-        return (
-            facts.loop.position + (facts.loop.cycle if overdue else 0),
-            facts.loop.cycle,
-            facts.control.learned.tokens,
-        )
+        inner_step = loop.position + (loop.cycle if overdue else 0)
+        return inner_step, loop.cycle, facts.control.learned.tokens
 
     def clock(self) -> tuple[int, int]:
-        """Fewest outer steps of all fragments, and applied tokens: at a barrier at the anchors that
-        training started from, else at those that are here.
+        """Fewest outer steps of all fragments, and applied tokens: at a barrier, and in a cold
+        peer's first cycle, at the anchors that training started from, else at those that are here.
         """
-        if self.replica.settings.barrier:
+        if self.replica.settings.barrier or self._warm_steps is not None:
             loaded = self.anchors.loaded
             return min(number for number, _ in loaded), loaded[CONTROL][1]
         return self._fewest_steps(), self.core.facts.control.tip.head.work
@@ -329,19 +327,41 @@ class Node:
         """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
         self.context.do(events.Paused())
 
-    async def resume(self) -> None:
-        """It goes on. The tensors of the last `Anchors.snapshot` may move again."""
+    async def resume(
+        self,
+        exchanges: bool = False,
+        steps_per_s: float = 0.0,
+        prepare: Callable[[], None] = nothing,
+    ) -> Position:
+        """It goes on. The tensors of the last `Anchors.snapshot` may move again.
+
+        With `exchanges` it first catches up with a swarm that has gone on meanwhile.
+        """
         self.anchors.end_snapshot()
         self.context.do(events.Paused(False))
+        exchanges = exchanges and self._warm_steps is None
+        return await self.exchange(steps_per_s, prepare) if exchanges else self._position()
 
     def plan_cycle(self, steps: int) -> None:
         """The next cycles have so many inner steps (DyLU)."""
         self.context.do(events.Wanted(self.leased.wanted, steps))
 
-    def interrupt(self) -> None:
-        """End the waiting of the coroutines above, now and later."""
-        self._interrupted = True
+    def interrupt(self, number: int = 0) -> None:
+        """End the waiting of the coroutines above, now and later, because of that signal."""
+        self._interrupted_by = number
         self.context.tasks.notify()
+
+    def end_alone_after(self, seconds: float) -> None:
+        """Begin alone if nobody whom this peer knew has come by then."""
+        asyncio.get_running_loop().call_later(seconds, self.context.do, events.Alone())
+
+    def record(self) -> PeerRecord:
+        """Where this peer's part of the swarm is."""
+        return record_of(self.core, self.addresses)
+
+    def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when it cannot be put together."""
+        return self.recorder.snapshot(self.context.now())
 
     async def finish(self) -> None:
         """Wait until what this peer has sent is in a version, or cannot be; four rounds at most."""
@@ -352,11 +372,12 @@ class Node:
                     lambda: self._interrupted or not any(map(is_open, facts.fragments))
                 )
 
-    async def load_anchors(self) -> None:
+    async def load_anchors(self) -> Position:
         """The local parameters become the anchors."""
         for fragment in range(len(self.replica.fragments)):
             self._loads.pop(fragment, None)
             await self.anchors.load(fragment)
+        return self._here()
 
     async def leave(self, finished: bool) -> None:
         """Send what was learned, unless `finished`; wait until others have it, and the heads."""
@@ -366,7 +387,8 @@ class Node:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(latest):
                 while not self._exited:
-                    await self._capture_all()
+                    while self._captures:
+                        await self.anchors.capture(self._captures.pop(0))
                     await self._until(lambda: self._exited or bool(self._captures))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READ_S):

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from diloco.core.history import Tip
 from diloco.core.members import Member
 from diloco.core.peer import Peer
 from diloco.errors import PayloadError
-from diloco.messages.control import Figures
+from diloco.messages.control import Figures, Planned
 from diloco.messages.fields import (
     MAX_BYTES,
     MAX_SECONDS,
@@ -29,6 +29,7 @@ from diloco.messages.fields import (
     within_bounds,
 )
 from diloco.messages.snapshot import PHASES, PhaseSeconds
+from diloco.outer.digest import anchor_digest, fragment_digest
 
 # a younger snapshot answers the next request too, so the number of watchers costs nothing
 FRESH_S = 0.5
@@ -255,3 +256,68 @@ def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTot
 def _payload_bytes(facts: Facts, peer: str) -> int:
     known = ((f.tip.book.ledger.get(peer), f.sizes.payload) for f in facts.fragments)
     return at_most(sum(entry.contributions * nbytes for entry, nbytes in known if entry), MAX_BYTES)
+
+
+# -- what this peer's own program asks -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """Where a peer's part of the swarm is; `version` and `applied_tokens` are of fragment 0.
+
+    Attributes:
+        peer: this peer's id. addresses: its own. others: one of each other peer.
+        trainers: the peers that train and stay, this one included, in the order of their ids.
+        others_that_train: how many of the others train, or leave after having trained.
+        live, training, merged: peers that are connected, that train, in the newest version.
+        ready: it has what the others had when it came.
+        anchors: `version:digest` of each fragment, with the first 16 digits of its digest.
+        anchor_digest: of the whole anchor (hex); equal on all peers at equal version.
+        contributions: how much each peer contributed to the anchor.
+        heals, takeovers: anchors that were damaged; versions that another peer made in its place.
+    """
+
+    peer: str
+    addresses: Sequence[str]
+    others: Sequence[str]
+    trainers: Sequence[str]
+    others_that_train: int
+    live: int
+    training: int
+    merged: int
+    planned: Planned
+    version: int
+    applied_tokens: int
+    ready: bool
+    anchors: Mapping[str, str]
+    anchor_digest: str
+    contributions: Sequence[schema.Contributor]
+    heals: int
+    takeovers: int
+
+
+def record_of(core: Peer, addresses: Sequence[str]) -> PeerRecord:
+    """The record of the peer with that core."""
+    facts, head = core.facts, core.facts.control.tip.head
+    trainers = [member for member in facts.members.all() if member.hello.trains]
+    stay = (member.peer for member in trainers if not member.status.leaves)
+    tips = [(f.tip.head.number, fragment_digest(f.tip.parts)) for f in facts.fragments]
+    return PeerRecord(
+        peer=facts.me,
+        addresses=addresses,
+        others=core.others_at(),
+        trainers=sorted([facts.me, *stay]),
+        others_that_train=len(trainers),
+        live=len(facts.members) + 1,
+        training=facts.num_trainers(),
+        merged=len(head.counted),
+        planned=facts.planned,
+        version=head.number,
+        applied_tokens=head.work,
+        ready=facts.life.ready,
+        anchors={str(i): f"{number}:{digest[:16]}" for i, (number, digest) in enumerate(tips)},
+        anchor_digest=anchor_digest([digest for _, digest in tips]),
+        contributions=ledger_totals(facts, {}).contributions,
+        heals=facts.heals,
+        takeovers=facts.takeovers,
+    )

@@ -51,7 +51,7 @@ async def connect(options: NodeOptions) -> Transport:
     return await Libp2p.connect(*where, ask_to_be_called)
 
 
-class NodeThread:
+class EventLoopThread:
     """An event loop in a thread of its own, as `Runtime`. The thread begins with `open`."""
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def test_a_peer_says_how_others_join_and_who_comes(capsys: CaptureFixture[str]) 
     tell("takeover", {"fragment": 0})
     tell("rounds_over", {"rounds": 12, "version": 13})
     swarm.close()
-    assert sync.view.closed
+    assert sync.node.closed
     said = [line.removeprefix("diloco: ") for line in capsys.readouterr().err.splitlines()]
     assert said[:7] == [
         f"others join with address='{ADDRESS}'",

@@ -93,7 +93,7 @@ class Network:
     def __call__(self) -> Any:
         node, network = LastFlight(), self
         node.addresses = [HERE.format(4100 + len(self.nodes))]
-        node.core.others_at = lambda: [HERE.format(4000)]
+        node.others = [HERE.format(4000)]
 
         class Runtime(Direct):
             def open(self, *arguments: Any) -> Any:
@@ -108,7 +108,7 @@ class Network:
 @pytest.fixture
 def network(monkeypatch: MonkeyPatch) -> Network:
     made = Network()
-    monkeypatch.setattr("diloco.attach.swarm.NodeThread", made)
+    monkeypatch.setattr("diloco.attach.swarm.EventLoopThread", made)
     monkeypatch.setattr("diloco.attach.arguments.inspect_swarm", made.look)
     return made
 
@@ -147,7 +147,7 @@ def test_who_was_told_an_address_calls_again_for_a_while(
     network: Network, monkeypatch: MonkeyPatch
 ) -> None:
     """When it comes back; the first time, and when it is refused, it ends at once."""
-    monkeypatch.setattr("diloco.attach.node_link.AGAIN_S", 0.0)
+    monkeypatch.setattr("diloco.attach.node_thread.AGAIN_S", 0.0)
     silent, heard = SwarmError("swarm.initial_peers=x cannot be reached"), list[str]()
     run: dict[str, Any] = {"run_id": "told", "address": HERE.format(5000)}
     network.refusals = iter([silent])
@@ -158,7 +158,7 @@ def test_who_was_told_an_address_calls_again_for_a_while(
     network.refusals = iter([silent, silent])
     run["on_event"] = lambda kind, fields: heard.append(kind)
     with peer(**run) as swarm, attach(swarm) as sync:
-        assert sync.node is network.nodes[-1] and heard == ["calls_again"]
+        assert sync.node.node is network.nodes[-1] and heard == ["calls_again"]
         assert swarm.network.initial_peers == (HERE.format(5000), HERE.format(4000))
     for patience_s, error in ((30.0, SwarmError("the swarm refused this peer")), (0.0, silent)):
         monkeypatch.setattr("diloco.attach.arguments.COME_BACK_S", patience_s)

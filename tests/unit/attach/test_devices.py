@@ -15,7 +15,7 @@ from diloco.attach.devices import choose, pick_device
 from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.swarm.node.node import Node
-from diloco.swarm.node.runtime import NodeThread
+from diloco.swarm.node.runtime import EventLoopThread
 
 
 def there(monkeypatch: MonkeyPatch, kind: str, count: int) -> None:
@@ -113,7 +113,7 @@ def test_a_nodes_thread_flushes_nothing_where_the_loop_does(monkeypatch: MonkeyP
         return tiny * 0.5
 
     def work() -> tuple[bool, Tensor, Tensor]:
-        supported, thread = torch.set_flush_denormal(True), NodeThread()
+        supported, thread = torch.set_flush_denormal(True), EventLoopThread()
         there: Any = thread.open(*3 * [Any])  # type: ignore[arg-type]
         thread.close()
         return supported, tiny * 0.5, there

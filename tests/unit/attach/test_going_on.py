@@ -90,7 +90,7 @@ def test_half_a_position_is_none(tmp_path: Path, session: Session, damage: str) 
 def test_a_loop_without_checkpoints_goes_on_at_its_last_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(LastFlight()))
+    monkeypatch.setattr("diloco.attach.swarm.EventLoopThread", lambda: Direct(LastFlight()))
     model, read = nn.Linear(1, 1), list[list[int]]()
     for _ in range(2):
         swarm = made(identity=tmp_path / "identity.key", quiet=True)  # an exchange in 4 steps

@@ -109,7 +109,7 @@ def test_a_joiner_has_a_donor_s_moments(
     after_step = Attachment._after_step
 
     def watched(attachment: Attachment) -> None:
-        name = "" if attachment.node is None else attachment.node.core.facts.identity.name
+        name = "" if attachment.node is None else attachment.node.node.core.facts.identity.name
         if name in history:
             history[name].append(taken(attachment._optimizer))
         after_step(attachment)

@@ -399,9 +399,9 @@ def test_one_process_may_have_its_model_in_rows() -> None:
             for _ in range(4):
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
-            assert sync.steps == 4 and sync._link.rows is not None
+            assert sync.steps == 4 and sync._rows is not None
             values = torch.empty(15)
-            sync._link.rows.gather_(values, *partition(sync.parameters.numels, 1), 0)
+            sync._rows.gather_(values, *partition(sync.parameters.numels, 1), 0)
         weight = values[:12].view(3, 4)
         whole: Any = model.weight
         assert torch.equal(weight, whole.full_tensor()) and not torch.equal(weight, before)

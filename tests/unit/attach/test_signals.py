@@ -12,9 +12,9 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from diloco.attach import program
-from diloco.attach.program import watch
+from diloco import signals
 from diloco.attach.swarm import Swarm
+from diloco.signals import watch
 from tests.support.loops import Direct, LastFlight
 
 
@@ -25,7 +25,7 @@ def _handlers() -> Iterator[None]:
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     interrupt = signal.getsignal(signal.SIGINT)
     yield
-    assert signal.getsignal(signal.SIGINT) == interrupt and not program._watchers
+    assert signal.getsignal(signal.SIGINT) == interrupt and not signals._watchers
     left = [signal.signal(number, handler) for number, handler in zip(numbers, before, strict=True)]
     assert left[1:] == [signal.SIG_DFL] * 2
 
@@ -34,7 +34,7 @@ def _handlers() -> Iterator[None]:
 def ended(monkeypatch: MonkeyPatch) -> list[int]:
     """With what the process would have ended at once."""
     codes: list[int] = []
-    monkeypatch.setattr("diloco.attach.program.os._exit", codes.append)
+    monkeypatch.setattr("diloco.signals.os._exit", codes.append)
     return codes
 
 
@@ -42,8 +42,8 @@ def test_a_second_signal_of_its_kind_ends_at_once(ended: list[int], monkeypatch:
     """Schedulers send the same one twice, and another before it."""
     heard: list[int] = []
     now = 0.0
-    monkeypatch.setattr("diloco.attach.program.time.monotonic", lambda: now)
-    end = watch(lambda number: heard.append(number) is not None, over=(signal.SIGINT,))
+    monkeypatch.setattr("diloco.signals.time.monotonic", lambda: now)
+    end = watch(heard.append, over=(signal.SIGINT,))
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         signal.raise_signal(number)
     assert heard == [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT] and not ended
@@ -63,9 +63,8 @@ def test_a_handler_of_the_program_stays() -> None:
     def own(number: int, frame: object) -> None:
         heard.append("own")
 
-    def told(number: int) -> bool:
+    def told(number: int) -> None:
         heard.append("told")
-        return False
 
     signal.signal(signal.SIGTERM, own)
     end = watch(told)
@@ -90,7 +89,7 @@ def test_other_threads_and_processes_hear_nothing() -> None:
     found: list[Any] = []
 
     def elsewhere() -> None:
-        end = watch(lambda number: False)
+        end = watch(lambda number: None)
         found.append(signal.getsignal(signal.SIGTERM))
         end()
 
@@ -98,7 +97,7 @@ def test_other_threads_and_processes_hear_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [signal.SIG_DFL]
-    end = watch(lambda number: False)
+    end = watch(lambda number: None)
     child = os.fork()
     if not child:
         signal.raise_signal(signal.SIGTERM)
@@ -112,7 +111,7 @@ class Loop:
 
     def __init__(self, directory: Path, monkeypatch: MonkeyPatch) -> None:
         self.node = LastFlight()
-        monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(self.node))
+        monkeypatch.setattr("diloco.attach.swarm.EventLoopThread", lambda: Direct(self.node))
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.swarm = Swarm(run_id="run", sync_every=4, identity=directory / "key", quiet=True)
@@ -127,13 +126,19 @@ class Loop:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_loop_ends_with_a_goodbye(number: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """In the program's own code at once, in a step after the step, and while it waits for
-    others."""
+    """After the step under way or the next one, where its block ends, and while it waits for
+    others; never in the middle of the program's own code."""
     loop = Loop(tmp_path, monkeypatch)
-    with pytest.raises(SystemExit) as caught, loop.swarm, loop.attach():
-        signal.raise_signal(number)
-    assert caught.value.code == 128 + number
-    assert loop.node.said.index("leave") < loop.node.said.index("close")
+    for steps in (0, 1):
+        reached = list[str]()
+        with pytest.raises(SystemExit) as caught, loop.swarm, loop.attach():
+            signal.raise_signal(number)
+            reached.append("own code")
+            for _ in range(steps):
+                loop.step()
+                reached.append("another step")
+        assert caught.value.code == 128 + number and reached == ["own code"]
+        assert loop.node.said.index("leave") < loop.node.said.index("close")
 
     loop = Loop(tmp_path, monkeypatch)
     stepped = loop.model.weight.detach().clone()

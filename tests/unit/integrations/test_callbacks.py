@@ -19,7 +19,7 @@ from diloco.attach.schedulers import ScheduledStep
 from diloco.errors import ConfigError, DilocoError, JoinError
 from diloco.integrations.membership import FOLDER
 from diloco.rundir.files import exclusive
-from diloco.swarm.node.node import ExchangeResult
+from diloco.swarm.node.position import Position
 from tests.support.loops import Direct, LastFlight
 
 # Of the libraries, about themselves and this machine.
@@ -35,7 +35,7 @@ pytestmark = [
 class Going(LastFlight):
     """A node whose swarm has made 3 outer steps, and makes one more with each exchange."""
 
-    async def exchange(self) -> ExchangeResult:
+    async def exchange(self) -> Position:
         self.version += 1
         return await super().exchange()
 

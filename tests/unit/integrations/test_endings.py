@@ -36,7 +36,7 @@ class Node(Going):
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """That of peers of this process; signals end programs as usual."""
     made, before = Node(), signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(made))
+    monkeypatch.setattr("diloco.attach.swarm.EventLoopThread", lambda: Direct(made))
     yield made
     signal.signal(signal.SIGTERM, before)
 
@@ -125,7 +125,7 @@ REMEDIES = {
 def test_divergence_is_one_line_in_the_trainers_words(
     kind: str, remedy: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("diloco.attach.swarm.NodeThread", lambda: Direct(Diverging()))
+    monkeypatch.setattr("diloco.attach.swarm.EventLoopThread", lambda: Direct(Diverging()))
     with pytest.raises(DivergedError) as caught:
         if kind == "DilocoCallback":
             trainer(tmp_path, real(kind)).train()

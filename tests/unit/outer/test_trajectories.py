@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.attach.node_link import dylu_steps
 from diloco.core.rules.author import weights
 from diloco.messages.heads import Line
 from diloco.outer.codecs import CODECS
@@ -26,6 +25,7 @@ from diloco.outer.optimizer import (
     lr_at,
     momentum_at,
 )
+from diloco.swarm.node.position import dylu_steps
 from tests.support.outer import EXACT, author, gaussian, make, named, outer
 
 DELTAS = [0.2, 0.4, 0.6, 1.2]

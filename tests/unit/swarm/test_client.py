@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from diloco.attach.node_link import NodeLink, RankLeases
+from diloco.attach.node_thread import NodeThread, RankLeases
+from diloco.attach.ranks import RankGroup
 from diloco.config.address import address_error
 from diloco.core.members import AddressBook
 from diloco.errors import PayloadError, SwarmError
@@ -117,19 +118,23 @@ class Link:
     """Of one of the ranks of a peer, which are called one after the other."""
 
     def __init__(self, data: LeasedData | None, said: list[Any]) -> None:
-        self.ranks, self.said = self, said
-        self.node = None if data is None else SimpleNamespace(leased=data)
+        node: Any = SimpleNamespace(leased=data)
+        self.node = None if data is None else NodeThread(node, node)
+        self.said = said
 
     def broadcast(self, value: Any) -> Any:
         if self.node is not None:
             self.said.append(value)
         return self.said[-1]
 
+    def leases(self) -> RankLeases:
+        return RankLeases(cast(RankGroup, self), lambda: self.node, 3)
+
 
 @given(st.lists(st.tuples(st.sampled_from(["lease", "take"]), st.integers(1, 6)), max_size=40))
 def test_all_ranks_take_the_units_of_rank_0(steps: list[tuple[str, int]]) -> None:
     data, alone, said = LeasedData(), LeasedData(), list[Any]()
-    leads, follows = (RankLeases(cast(NodeLink, Link(one, said)), 3) for one in (data, None))
+    leads, follows = (Link(units, said).leases() for units in (data, None))
     queue: Units = NONE
     for at, (what, size) in enumerate(steps):
         if what == "lease":

@@ -112,13 +112,11 @@ def test_the_rate_is_that_of_the_swarm_clock(rule: str) -> None:
 def test_a_host_ends_with_the_budget_when_nobody_trains(
     steps: int, trains: list[bool], over: bool
 ) -> None:
-    members = [SimpleNamespace(hello=SimpleNamespace(trains=one)) for one in trains]
-    control = SimpleNamespace(tip=SimpleNamespace(head=SimpleNamespace(number=steps, work=0)))
-    there = SimpleNamespace(all=lambda: members)
-    facts = SimpleNamespace(members=there, control=control, planned=(0, 0, 0))
+    tip = {"version": steps, "applied_tokens": 0, "planned": (0, 0, 0)}
+    record = SimpleNamespace(others_that_train=sum(trains), **tip)
     host = object.__new__(Host)
     host.manifest, host._used_up = compose(["experiment=smoke"]).manifest(), False
-    host.node = SimpleNamespace(core=SimpleNamespace(facts=facts))  # type: ignore[assignment]
+    host.node = SimpleNamespace(record=lambda: record)  # type: ignore[assignment]
     assert host.is_over() is over
-    members.clear()
+    record.others_that_train = 0
     assert host.is_over() is (steps == 3), "what is used up stays so"

@@ -1,0 +1,277 @@
+"""The door from a training loop to the swarm node that runs beside it; the sequences that the node
+leases to it, and the figures of its training that the node tells the swarm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any, TypeVar
+
+from diloco.attach.ranks import RankGroup
+from diloco.errors import SwarmError
+from diloco.messages import fields
+from diloco.messages.control import Figures
+from diloco.messages.snapshot import PhaseSeconds, Snapshot
+from diloco.outer.replica import Replica
+from diloco.ranges import first
+from diloco.rundir.summary import PhaseTimer
+from diloco.swarm.node.node import Node, OnEvent
+from diloco.swarm.node.options import NodeOptions
+from diloco.swarm.node.position import Position
+from diloco.swarm.node.recorder import PeerRecord
+from diloco.swarm.node.runtime import Runtime
+from diloco.swarm.node.saved import Saved
+from diloco.swarm.rpc.inner_state import InnerLayout, InnerState
+
+AGAIN_S = 1.0
+
+T = TypeVar("T")
+
+
+class NodeThread:
+    """The node of a peer, as the thread that trains sees it.
+
+    Each method is one call to the thread of the node, and returns when it is done there; a
+    property, `interrupt`, `measure` and `end_alone_after` do not wait. What a closed node knows can
+    still be asked. A task of the node that failed raises its error again in the methods that wait.
+    """
+
+    def __init__(self, node: Node, runtime: Runtime) -> None:
+        self.node, self._runtime = node, runtime
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls,
+        runtime: Runtime,
+        options: NodeOptions,
+        replica: Replica,
+        on_event: OnEvent,
+        patience_s: float = 0.0,
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> NodeThread:
+        """Connect a node to the swarm, for so long again and again if nobody answers."""
+        until, calls = time.monotonic() + patience_s, 0
+        while True:
+            try:
+                return cls(runtime.open(options, replica, on_event), runtime)
+            except SwarmError as error:
+                is_refused = "cannot be reached" not in str(error)
+                if is_refused or is_asked_to_stop() or time.monotonic() >= until:
+                    raise
+            if not calls:
+                on_event("calls_again", {"patience_s": patience_s})
+            calls += 1
+            runtime.close()
+            time.sleep(AGAIN_S)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def is_late(self) -> bool:
+        """Wait until this peer has what the others have; whether outer steps were taken before."""
+        return self._runtime.call(self.node.wait_until_ready())
+
+    def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
+        """A trainer's inner optimizer state; None if nobody has any."""
+        return self._runtime.call(self.node.fetch_inner(layout))
+
+    def join(self, cold: bool) -> Position:
+        """Wait for the swarm, and load its anchor into the parameters."""
+        return self._runtime.call(self.node.begin(cold))
+
+    def after_step(self, tokens: int, steps_per_s: float, prepare: Callable[[], None]) -> Position:
+        """Tell the node of an inner step. If an exchange is due, it follows after `prepare`."""
+        return self._runtime.call(self.node.after_step(tokens, steps_per_s, prepare))
+
+    def finish(self) -> None:
+        """Wait until what this peer has sent is in a version, or cannot be."""
+        self._runtime.call(self.node.finish())
+
+    def leave(self, finished: bool) -> None:
+        """Say goodbye, after what was learned is sent, unless training is `finished`."""
+        self._runtime.call(self.node.leave(finished))
+
+    def close(self) -> None:
+        """Close the node. Can be called twice."""
+        if not self.closed:
+            self.closed = True
+            self._runtime.call(self.node.close())
+
+    def interrupt(self, number: int) -> None:
+        """End all waiting, now and later; the handler of the signal `number` may call it."""
+        self._runtime.call_soon(self.node.interrupt, number)
+
+    # -- pauses ------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """The loop takes no inner steps until `resume`."""
+        self._runtime.call(self.node.pause())
+
+    def resume(self, exchanges: bool, steps_per_s: float, prepare: Callable[[], None]) -> Position:
+        """It goes on; with `exchanges` from what is new by now."""
+        return self._runtime.call(self.node.resume(exchanges, steps_per_s, prepare))
+
+    def snapshot(self, copies: bool) -> Saved:
+        """The state at the last exchange, as `Anchors.snapshot`."""
+        return self._runtime.call(self.node.anchors.snapshot(copies))
+
+    def load_anchors(self) -> Position:
+        """The parameters become the anchors."""
+        return self._runtime.call(self.node.load_anchors())
+
+    def show_anchors(self) -> None:
+        """The parameters become the anchors for a while, also after `close`."""
+        if not self.closed:
+            return self._runtime.call(self.node.anchors.show())
+        for fragment in range(len(self.node.replica.fragments)):
+            self.node.replica.show_anchor_(fragment)
+
+    # -- what it knows -----------------------------------------------------------------------------
+
+    def _look(self, question: Callable[..., T], *arguments: Any) -> T:
+        """What a function of the node answers; nothing moves there meanwhile."""
+        if self.closed:
+            return question(*arguments)
+
+        async def ask() -> T:
+            return question(*arguments)
+
+        return self._runtime.call(ask())
+
+    def record(self) -> PeerRecord:
+        """Where this peer's part of the swarm is."""
+        return self._look(self.node.record)
+
+    def observe(self) -> Snapshot | None:
+        """What this peer knows of the swarm; None when it has left, and after `recorder_failed`."""
+        return None if self.closed else self._look(self.node.observe)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The addresses at which others reach this peer, the best one first."""
+        return self.node.addresses
+
+    @property
+    def address(self) -> str:
+        """The best of `addresses`; empty when there is none."""
+        return next(iter(self.node.addresses), "")
+
+    @property
+    def advice(self) -> str:
+        """How others could connect, if they cannot."""
+        return self.node.advice
+
+    @property
+    def num_peers(self) -> int:
+        """Connected peers, this one included."""
+        return 1 + len(self.node.core.facts.members)
+
+    @property
+    def merged(self) -> tuple[int, int]:
+        """Contributors of the newest version of fragment 0, and peers that train."""
+        facts = self.node.core.facts
+        return len(facts.control.tip.head.counted), facts.num_trainers()
+
+    @property
+    def planned_rounds(self) -> int:
+        """Exchanges over which the outer momentum rises; 0 where nobody plans."""
+        return self.node.core.facts.planned[-1]
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        return self.node.traffic.bytes_sent, self.node.traffic.bytes_received
+
+    # -- what it is told ---------------------------------------------------------------------------
+
+    def measure(self, figures: Figures) -> None:
+        """Figures for watchers, with the next heartbeat."""
+        self._runtime.call_soon(self.node.core.measure, figures)
+
+    def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
+        """What the model of that version writes after prompts, for watchers."""
+        self._look(self.node.recorder.add_samples, version, written)
+
+    def end_alone_after(self, seconds: float) -> None:
+        """Begin alone if nobody whom this peer knew has come by then."""
+        self._runtime.call_soon(self.node.end_alone_after, seconds)
+
+    # -- its data ----------------------------------------------------------------------------------
+
+    def plan_round(self, sequences: int) -> None:
+        """The loop is going to take so many sequences in a round."""
+        self.node.leased.plan_round(sequences)
+
+    def take(self, number: int, ahead: int) -> tuple[fields.Units | None, fields.Units]:
+        """The next `number` sequences, None while so many are not leased; and `ahead` of those
+        that would be next."""
+        taken = self.node.leased.take(number)
+        return taken, () if taken is None else self.node.leased.ahead(ahead)
+
+
+class RankLeases:
+    """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks.
+
+    `node` gives the node, once there is one; None on ranks > 0.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, node: Callable[[], NodeThread | None], batches_ahead: int
+    ) -> None:
+        self._ranks, self._node, self._batches_ahead = ranks, node, batches_ahead
+        self._coming: fields.Units = ()
+
+    def take(self, number: int) -> fields.Units | None:
+        """All ranks: the next `number` sequences, or None while so many are not leased."""
+        node = self._node()
+        taken = (None, ()) if node is None else node.take(number, self._batches_ahead * number)
+        units, self._coming = self._ranks.broadcast(taken)
+        return units
+
+    def ahead(self, number: int) -> fields.Units:
+        """Up to `number` sequences that would be taken after the last ones."""
+        return first(self._coming, number)
+
+
+class Progress:
+    """How fast a peer trains, and where its time goes: what it tells the swarm.
+
+    `steps_per_s` are inner steps per second without exchanges, since the last one; other peers plan
+    with it.
+    """
+
+    def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
+        self.steps_per_s = self.loss = 0.0
+        self._rounds, self._seconds = 0, list[float]()  # of the last round, as in `PHASES`
+        self._phases, self._clock = phases, clock
+        self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
+        self._round_began = PhaseSeconds()
+
+    def begin_run(self, steps: int) -> None:
+        """The peer begins to train, after so many inner steps in its earlier sessions."""
+        self._round_began = self._phases.seconds()
+        self.restart(steps)
+
+    def restart(self, steps: int) -> None:
+        """Training goes on after an exchange; `steps` is the peer's count of inner steps."""
+        self._began = (steps, self._clock())
+
+    def measure(self, steps: int) -> None:
+        """Another inner step is done."""
+        before, at = self._began
+        self.steps_per_s = (steps - before) / max(self._clock() - at, 1e-9)
+
+    def end_round(self) -> None:
+        """A round is over: the inner steps since the one before it, and its exchange."""
+        now, began = self._phases.seconds(), self._round_began
+        self._rounds, self._round_began = self._rounds + 1, now
+        self._seconds = [max(0.0, spent) for spent in astuple(now - began)]
+
+    def figures(self, tokens: int, discarded: int, sent: int, received: int) -> Figures:
+        """What watchers are shown; `sent` and `received` are bytes."""
+        tokens = fields.at_most(tokens, fields.MAX_TOKENS)
+        discarded = fields.at_most(discarded, fields.MAX_TOKENS)
+        seconds = [fields.within_bounds(spent, fields.MAX_SECONDS) for spent in self._seconds]
+        loss = fields.within_bounds(self.loss, fields.MAX_LOSS)
+        return Figures(tokens, discarded, loss, sent, received, self._rounds, seconds)

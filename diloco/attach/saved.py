@@ -21,7 +21,7 @@ from diloco.attach.devices import restore_rng, rng_state
 from diloco.attach.optimizer import NONE, Parameters, kind_of, parts_of
 from diloco.attach.parameters import full_tensor, load_rows_, named, sharded_like
 from diloco.attach.ranks import RankGroup
-from diloco.attach.schedulers import Schedulers, flatten_schedules, restore_schedules
+from diloco.attach.schedulers import Schedulers
 from diloco.core.history import Tip, state_of
 from diloco.errors import CheckpointError, PayloadError
 from diloco.messages.heads import Book, Head
@@ -46,36 +46,32 @@ _Groups = list[list[str]]  # names of parameters
 class PeerState:
     """What a peer needs to go on as itself, besides its model and its optimizer.
 
-    `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `schedules` are
-    the learning rate schedules at step 0; `seed` is that of the order in which a trainer, which
-    skips what it has read, goes on reading.
+    `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `seed` is that
+    of the order in which a trainer, which skips what it has read, goes on reading.
     """
 
     run: str
     saved: Saved
     counters: tuple[int, int, int]
-    schedules: list[Any]
     seed: int | None = None
 
     @classmethod
     def of(cls, sync: Attachment, run: RunSpec, saved: Saved) -> PeerState:
         """Of an attached peer. Unsent tokens count as discarded: it will go on from the anchors."""
         counters = sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens
-        return cls(run.manifest_text, saved, counters, flatten_schedules(sync.schedulers))
+        return cls(run.manifest_text, saved, counters)
 
     def flatten(self) -> tuple[Groups, dict[str, Any]]:
         """Groups of tensors, which are not copies, and JSON."""
         tensors, state = flatten_swarm(self.saved)
-        own = {"run": self.run, "counters": self.counters, "schedules": self.schedules}
-        return tensors, state | own
+        return tensors, state | {"run": self.run, "counters": self.counters}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> PeerState:
         """The inverse of `flatten`."""
         steps, tokens, discarded = state["counters"]
         saved = restore_swarm(tensors, state)
-        counters = steps, tokens, discarded
-        return cls(state["run"], saved, counters, state["schedules"], state.get("seed"))
+        return cls(state["run"], saved, (steps, tokens, discarded), state.get("seed"))
 
     def check_same_run(self, run: RunSpec, where: str) -> None:
         """Raise `CheckpointError` for the state of another run; `where` is where it comes from."""
@@ -90,9 +86,8 @@ class PeerState:
             )
 
     def apply(self, sync: Attachment) -> None:
-        """Give counters and schedules to a peer that is attached and not entered yet."""
+        """Give the counters to a peer that is attached and not entered yet."""
         sync.steps, sync.tokens, sync.discarded_tokens = self.counters
-        restore_schedules(sync.schedulers, self.schedules)
 
 
 class LoopCheckpoints:
@@ -157,8 +152,8 @@ class LoopCheckpoints:
         if "extra" in state:
             extra = from_json(state["extra"], tensors["extra"])
             self._model.load_state_dict(extra, strict=False)
-        restore_own(self._optimizer, tensors, state, KEY, self._parameters)
-        schedulers.start_again_()
+        with schedulers.keeping_rates():
+            restore_own(self._optimizer, tensors, state, KEY, self._parameters)
         return PeerState.restore(tensors, state["peer"]), state["loop"]
 
     @torch.no_grad()

@@ -2,14 +2,16 @@
 
 A schedule counts its own steps. In a peer that joins late, that was away, or that goes on from a
 checkpoint it would be at another place than in the others. So before each step of the optimizer
-every schedule is brought to the inner step that the swarm is at.
+every schedule is brought forward to the inner step that the swarm is at. One that is further waits:
+its round was lost, or a trainer's checkpoint is from the middle of one.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from traceback import walk_stack
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -19,12 +21,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from diloco.attach.optimizer import kind_of, parts_of
-from diloco.errors import CheckpointError, ConfigError
-from diloco.rundir.containers import from_json, to_json
+from diloco.errors import ConfigError
 
 MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
 MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
-MOST_TOO_FAR = 8  # steps of the optimizer in a row before which a schedule was too far
+MOST_TOO_FAR = 8  # steps in a row before which a schedule was further ahead than before
 # of the function that calls the hooks
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -54,72 +55,64 @@ class ScheduledStep(NamedTuple):
 
 
 class Schedulers:
-    """Learning rate schedulers of torch, brought to the swarm's inner step.
+    """Learning rate schedulers of torch, brought forward to the swarm's inner step.
 
-    A schedule goes back by starting again from its state at step 0, which checkpoints keep. Where
-    nobody has that state, one that is too far stays there. Raises `ConfigError` for what follows a
-    metric, for a schedule that is shorter than the run, and for one that is stepped more than once
-    per step of the optimizer.
-
-    Attributes:
-        fresh: of each the state at step 0, or None.
+    Raises `ConfigError` for what follows a metric, for a schedule that is shorter than the run, and
+    for one that is stepped more than once per step of the optimizer.
     """
 
     def __init__(self, schedulers: Iterable[Any], ranks: int = 1) -> None:
         self._scheduled = [ScheduledStep.of(scheduler, ranks) for scheduler in schedulers]
-        self.fresh = [_fresh(one.scheduler) for one in self._scheduled]
-        self._too_far = 0
+        for scheduled in self._scheduled:
+            _check(scheduled.scheduler)
+        self._leads = [0] * len(self._scheduled)  # steps that they are ahead of the swarm
+        self._grown = 0  # steps of the optimizer in a row before which one was further ahead
 
     def step_to(self, step: int) -> None:
         """Bring all of them to the inner step `step` of the swarm clock."""
-        too_far = False
-        for (scheduler, times, every), fresh in zip(self._scheduled, self.fresh, strict=True):
+        before, self._leads = self._leads, []
+        for scheduler, times, every in self._scheduled:
             position = step * times // every
-            if _position(scheduler) > position and fresh is not None:
-                too_far = True
-                _start_again_(scheduler, fresh)
+            self._leads.append(max(0, _position(scheduler) - position))
             _forward_(scheduler, position)
-        self._too_far = self._too_far + 1 if too_far else 0
-        if self._too_far > MOST_TOO_FAR:
+        grows = any(lead > earlier for lead, earlier in zip(self._leads, before, strict=True))
+        self._grown = self._grown + 1 if grows else 0
+        if self._grown > MOST_TOO_FAR:
             raise ConfigError(
-                f"schedulers: before {self._too_far} steps of the optimizer in a row, one was"
-                " further than the swarm; step it once after each optimizer.step(), or not at all:"
+                f"schedulers: before {self._grown} steps of the optimizer in a row, one was further"
+                " ahead of the swarm; step it once after each optimizer.step(), or not at all:"
                 " attach does"
             )
 
-    def start_again_(self) -> None:
-        """Go back to step 0, after the optimizer was given the learning rates of another step."""
-        for one, fresh in zip(self._scheduled, self.fresh, strict=True):
-            if fresh is not None:
-                _start_again_(one.scheduler, fresh)
+    @contextmanager
+    def keeping_rates(self) -> Iterator[None]:
+        """Inside, the optimizer may be given the rates of another step, which do not stay."""
+        optimizers = [_optimizer(scheduled.scheduler) for scheduled in self._scheduled]
+        kept = [
+            copy.deepcopy([{key: group[key] for key in MOVED if key in group} for group in groups])
+            for groups in (optimizer.param_groups for optimizer in optimizers)
+        ]
+        yield
+        for optimizer, rates in zip(optimizers, kept, strict=True):
+            for group, before in zip(optimizer.param_groups, rates, strict=True):
+                for key, value in before.items():
+                    if isinstance(group[key], Tensor):  # the optimizer's kernels know this object
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
 
-    def restore(self, fresh: Sequence[dict[str, Any] | None]) -> None:
-        """States at step 0 from a checkpoint, for schedulers that are further already."""
-        if len(fresh) == len(self.fresh):
-            self.fresh = [here or there for here, there in zip(self.fresh, fresh, strict=True)]
 
-
-def _fresh(scheduler: Any) -> dict[str, Any] | None:
-    """State of a schedule at step 0, and what it moves in the optimizer; None if it is further."""
+def _check(scheduler: Any) -> None:
     name = type(scheduler).__name__
     if name in ("ReduceLROnPlateau", "GreedyLR"):
         raise ConfigError(
             f"schedulers: {name} follows a metric of this peer, no step of the swarm; leave it out"
         )
-    has_parts = all(hasattr(scheduler, part) for part in ("step", "state_dict", "load_state_dict"))
-    if not has_parts or _position(scheduler) < 0:
+    if not hasattr(scheduler, "step") or _position(scheduler) < 0:
         raise ConfigError(
             f"schedulers: {name} is no learning rate scheduler; name those of"
             " torch.optim.lr_scheduler in a list"
         )
-    if _position(scheduler) != 0:
-        return None
-    groups = _optimizer(scheduler).param_groups
-    groups = [{key: group[key] for key in MOVED if key in group} for group in groups]
-    try:
-        return copy.deepcopy({"scheduler": scheduler.state_dict(), "groups": groups})
-    except (TypeError, AttributeError):  # it holds what cannot be copied
-        return None
 
 
 def _position(scheduler: Any) -> int:
@@ -133,17 +126,6 @@ def _position(scheduler: Any) -> int:
 def _optimizer(scheduler: Any) -> Any:
     own = hasattr(scheduler, "optimizer")
     return scheduler.optimizer if own else _optimizer(scheduler._schedulers[0])
-
-
-def _start_again_(scheduler: Any, fresh: Mapping[str, Any]) -> None:
-    kept = copy.deepcopy(fresh)
-    scheduler.load_state_dict(kept["scheduler"])
-    for group, then in zip(_optimizer(scheduler).param_groups, kept["groups"], strict=True):
-        for key, value in then.items():
-            if isinstance(group[key], Tensor):  # the optimizer's kernels know this object
-                group[key].fill_(value)
-            else:
-                group[key] = value
 
 
 def _forward_(scheduler: Any, position: int) -> None:
@@ -285,21 +267,3 @@ def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None,
     found = (parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None)
     smallest = min(found, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version
-
-
-def flatten_schedules(schedulers: Schedulers) -> list[Any]:
-    """Their states at step 0; None for one that is not known, or holds more than JSON can."""
-    found: list[Any] = []
-    for fresh in schedulers.fresh:
-        tensors: dict[str, Tensor] = {}
-        try:
-            written = None if fresh is None else to_json(fresh, "", tensors)
-        except CheckpointError:
-            written = None
-        found.append(None if tensors else written)
-    return found
-
-
-def restore_schedules(schedulers: Schedulers, saved: Sequence[Any]) -> None:
-    """The inverse of `flatten_schedules`."""
-    schedulers.restore([one and from_json(one, {}) for one in saved])

@@ -78,6 +78,8 @@ def outer_of(
     if isinstance(outer, str):
         laid, outer = outer_preset(outer), None
     elif isinstance(outer, OuterConfig):
+        if not keywords and outer.method == "diloco":
+            return outer, False  # whoever has the settings of a run has this object
         outer = outer.model_dump()
     said = {**(outer or {}), **keywords}
     _check_names(said, OuterConfig.model_fields)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diloco.attach.swarm import Swarm
+from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.outer.optimizer import OuterOptimizer, OuterStep
 from diloco.rundir.summary import PhaseTimer
@@ -237,3 +238,13 @@ def test_an_interrupted_peer_can_evaluate_the_anchor(outer: dict[str, Any]) -> N
             )
             assert not torch.equal(values(), local)
     assert torch.equal(values(), local)
+
+
+def test_the_settings_of_the_outer_step_are_one_object_from_the_run_to_the_tensors() -> None:
+    config = compose(["experiment=smoke"])
+
+    def work(loop: Loop) -> None:
+        assert loop.sync.outer is loop.node.replica.settings is config.outer
+
+    assert config.manifest().outer is config.outer
+    train("a", work, outer=config.outer)

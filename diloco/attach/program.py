@@ -108,11 +108,12 @@ class Program:
         """Something has happened in the swarm; called in the thread of the node."""
         node = None if self._sync is None else self._sync.node
         if node is not None and kind in ("join", "leave", "lost"):
-            record = node.node.record()
-            self._share(record)
-            if kind == "join":
-                self._met = True
-                self.peer.remember(record)
+            self._met |= kind == "join"
+            if self.active is not None or self.peer.runtime is None:  # else nobody asks
+                record = node.node.record()
+                self._share(record)
+                if kind == "join":
+                    self.peer.remember(record)
         self._tell(kind, fields)
 
     def on_ready(self, node: NodeThread) -> None:

@@ -117,8 +117,8 @@ def rank(kind: str, place: Path) -> None:
         return ()
 
     rows.of_rank0(exchange, prepare)
-    # rank 0 prepares in its own call, and the others whenever parameters are wanted
-    assert len(prepared) == (0 if ranks.is_rank0 else 2)
+    # rank 0 prepares in its own call; the others when rows are wanted of them, or given to them
+    assert len(prepared) == (0 if ranks.is_rank0 else 2 if kind == "fsdp" else 1)
     with restored_after(parameters), torch.no_grad():
         for parameter in parameters.values():
             local_tensor(parameter).zero_()

@@ -1,4 +1,4 @@
-"""What this process does at a signal: commands, `diloco train`, and peers in anybody's loop.
+"""Signals to this process: to commands, `diloco train`, and peers in anybody's loop.
 
 A handler tells whoever watches, and does nothing else: these end what they do between two steps. A
 second signal of a kind ends the process at once.

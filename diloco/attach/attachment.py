@@ -309,7 +309,7 @@ class Attachment:
 
     @default_modes
     def _prepare(self) -> None:
-        """Before an exchange, in a thread while the loop waits: make room, and check its model."""
+        """Make room for an exchange, and check the model, in a thread while the loop waits."""
         self._exchange.enter_context(self.phases.during("comm"))
         self.parameters.check(self._program.on_event)
         assert isinstance(self._hook, StepHooks)

@@ -1,4 +1,4 @@
-"""The door from a training loop to the swarm node that runs beside it; the sequences that the node
+"""Door from a training loop to the swarm node that runs beside it; the sequences that the node
 leases to it, and the figures of its training that the node tells the swarm."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class NodeThread:
-    """The node of a peer, as the thread that trains sees it.
+    """Node of a peer, as the thread that trains sees it.
 
     Each method is one call to the thread of the node, and returns when it is done there; a
     property, `interrupt`, `measure` and `end_alone_after` do not wait. What a closed node knows can
@@ -69,7 +69,7 @@ class NodeThread:
     # -- training ----------------------------------------------------------------------------------
 
     def is_late(self) -> bool:
-        """Wait until this peer has what the others have; whether outer steps were taken before."""
+        """Wait until this peer has what the others have; return True if it is not at the start."""
         return self._runtime.call(self.node.wait_until_ready())
 
     def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
@@ -105,23 +105,23 @@ class NodeThread:
     # -- pauses ------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """The loop takes no inner steps until `resume`."""
+        """Tell that the loop takes no inner steps until `resume`."""
         self._runtime.call(self.node.pause())
 
     def resume(self, exchanges: bool, steps_per_s: float, prepare: Callable[[], None]) -> Position:
-        """It goes on; with `exchanges` from what is new by now."""
+        """Go on; with `exchanges` from what is new by now."""
         return self._runtime.call(self.node.resume(exchanges, steps_per_s, prepare))
 
     def snapshot(self, copies: bool) -> Saved:
-        """The state at the last exchange, as `Anchors.snapshot`."""
+        """Return the state at the last exchange, as `Anchors.snapshot`."""
         return self._runtime.call(self.node.anchors.snapshot(copies))
 
     def load_anchors(self) -> Position:
-        """The parameters become the anchors."""
+        """Load the anchors into the parameters."""
         return self._runtime.call(self.node.load_anchors())
 
     def show_anchors(self) -> None:
-        """The parameters become the anchors for a while, also after `close`."""
+        """Show the anchors in the parameters for a while, also after `close`."""
         if not self.closed:
             return self._runtime.call(self.node.anchors.show())
         for fragment in range(len(self.node.replica.fragments)):
@@ -130,7 +130,7 @@ class NodeThread:
     # -- what it knows -----------------------------------------------------------------------------
 
     def _look(self, question: Callable[..., T], *arguments: Any) -> T:
-        """What a function of the node answers; nothing moves there meanwhile."""
+        """Return the answer of a function of the node, where nothing moves meanwhile."""
         if self.closed:
             return question(*arguments)
 
@@ -140,26 +140,26 @@ class NodeThread:
         return self._runtime.call(ask())
 
     def record(self) -> PeerRecord:
-        """Where this peer's part of the swarm is."""
+        """Return the state of this peer's part of the swarm."""
         return self._look(self.node.record)
 
     def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when it has left, and after `recorder_failed`."""
+        """Return a snapshot of the swarm; None when it has left, and after `recorder_failed`."""
         return None if self.closed else self._look(self.node.observe)
 
     @property
     def addresses(self) -> Sequence[str]:
-        """The addresses at which others reach this peer, the best one first."""
+        """Addresses at which others reach this peer, the best one first."""
         return self.node.addresses
 
     @property
     def address(self) -> str:
-        """The best of `addresses`; empty when there is none."""
+        """Best of the `addresses`; empty when there is none."""
         return next(iter(self.node.addresses), "")
 
     @property
     def advice(self) -> str:
-        """How others could connect, if they cannot."""
+        """Advice for its user, if others cannot connect."""
         return self.node.advice
 
     @property
@@ -190,7 +190,7 @@ class NodeThread:
         self._runtime.call_soon(self.node.core.measure, figures)
 
     def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
-        """What the model of that version writes after prompts, for watchers."""
+        """Show watchers the continuations of prompts by the model of that version."""
         self._look(self.node.recorder.add_samples, version, written)
 
     def end_alone_after(self, seconds: float) -> None:
@@ -200,18 +200,18 @@ class NodeThread:
     # -- its data ----------------------------------------------------------------------------------
 
     def plan_round(self, sequences: int) -> None:
-        """The loop is going to take so many sequences in a round."""
+        """Plan that the loop takes so many sequences in a round."""
         self.node.leased.plan_round(sequences)
 
     def take(self, number: int, ahead: int) -> tuple[fields.Units | None, fields.Units]:
-        """The next `number` sequences, None while so many are not leased; and `ahead` of those
-        that would be next."""
+        """Take the next `number` sequences, None while so many are not leased; and look at `ahead`
+        of those that would be next."""
         taken = self.node.leased.take(number)
         return taken, () if taken is None else self.node.leased.ahead(ahead)
 
 
 class RankLeases:
-    """The work units that the swarm leases to a peer (`data.Leases`), on all its ranks.
+    """Work units that the swarm leases to a peer (`data.Leases`), on all its ranks.
 
     `node` gives the node, once there is one; None on ranks > 0.
     """

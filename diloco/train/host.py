@@ -68,8 +68,8 @@ class Host:
             stack.enter_context(exclusive(self._config.run.dir / "checkpoints" / self._name))
             stack.callback(self._log.close)
             stack.callback(self._runtime.close)
-            told = self._log.swarm_event
-            self.node = NodeThread.open(self._runtime, self._options, self._replica, told)
+            on_event = self._log.swarm_event
+            self.node = NodeThread.open(self._runtime, self._options, self._replica, on_event)
             stack.callback(self.node.close)
             write_address(self._config, self.address)
             self._open = stack.pop_all()

@@ -242,7 +242,7 @@ class Node:
     async def after_step(
         self, tokens: int, steps_per_s: float = 0.0, prepare: Callable[[], None] = nothing
     ) -> Position:
-        """The training loop made an inner step of so many tokens; perhaps an exchange follows.
+        """Count an inner step of so many tokens; exchange, if that is due.
 
         Before an exchange, `prepare` runs in a thread. Raises `DivergedError` before anything is
         sent that is not finite.
@@ -333,7 +333,7 @@ class Node:
         steps_per_s: float = 0.0,
         prepare: Callable[[], None] = nothing,
     ) -> Position:
-        """It goes on. The tensors of the last `Anchors.snapshot` may move again.
+        """Go on with training. The tensors of the last `Anchors.snapshot` may move again.
 
         With `exchanges` it first catches up with a swarm that has gone on meanwhile.
         """
@@ -356,11 +356,11 @@ class Node:
         asyncio.get_running_loop().call_later(seconds, self.context.do, events.Alone())
 
     def record(self) -> PeerRecord:
-        """Where this peer's part of the swarm is."""
+        """Return the state of this peer's part of the swarm."""
         return record_of(self.core, self.addresses)
 
     def observe(self) -> Snapshot | None:
-        """What this peer knows of the swarm; None when it cannot be put together."""
+        """Return a snapshot of the swarm; None when it cannot be put together."""
         return self.recorder.snapshot(self.context.now())
 
     async def finish(self) -> None:
@@ -373,7 +373,7 @@ class Node:
                 )
 
     async def load_anchors(self) -> Position:
-        """The local parameters become the anchors."""
+        """Load the anchors into the local parameters."""
         for fragment in range(len(self.replica.fragments)):
             self._loads.pop(fragment, None)
             await self.anchors.load(fragment)

@@ -1,4 +1,4 @@
-"""Where a peer's training is after a call of its loop, and how long its next cycle is."""
+"""Position of a peer's training after a call of its loop, and the length of its next cycle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DYLU_FLOOR = 5  # inner steps (arXiv 2401.09135, the authors' code)
 
 
 class Position(NamedTuple):
-    """Where a peer's training is, after a call of its loop.
+    """Position of a peer's training, after a call of its loop.
 
     Attributes:
         stopped_by: the signal that ended the waiting, or 0; then nothing else is known. -1: none.
@@ -34,7 +34,7 @@ class Position(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[float]) -> Position:
-        """One that came as numbers of a message."""
+        """Return the position that came as numbers of a message."""
         *counts, wait_s, outer_s = words[: len(cls._fields)]
         return cls._make([*map(int, counts), wait_s, outer_s])
 
@@ -52,4 +52,4 @@ def dylu_steps(mine: float, fastest: float, sync_every: int, floor: int = DYLU_F
 
 
 def nothing() -> None:
-    """Does nothing: no call has to prepare anything."""
+    """Do nothing: there is nothing to prepare."""

@@ -263,7 +263,7 @@ def _payload_bytes(facts: Facts, peer: str) -> int:
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """Where a peer's part of the swarm is; `version` and `applied_tokens` are of fragment 0.
+    """State of a peer's part of the swarm; `version` and `applied_tokens` are of fragment 0.
 
     Attributes:
         peer: this peer's id. addresses: its own. others: one of each other peer.
@@ -297,7 +297,7 @@ class PeerRecord:
 
 
 def record_of(core: Peer, addresses: Sequence[str]) -> PeerRecord:
-    """The record of the peer with that core."""
+    """Return the record of the peer with that core."""
     facts, head = core.facts, core.facts.control.tip.head
     trainers = [member for member in facts.members.all() if member.hello.trains]
     stay = (member.peer for member in trainers if not member.status.leaves)

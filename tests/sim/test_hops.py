@@ -33,7 +33,7 @@ WAY: list[tuple[str, Any]] = [
     ("", Replica.apply_update_),
 ]
 ELSEWHERE = "sim", "train"  # the simulator's own, and the loop around `optimizer.step()`
-MOST_FRAMES, MOST_FILES = 32, 17
+MOST_FRAMES, MOST_FILES = 32, 18
 
 
 def own_frames(frame: FrameType | None) -> list[tuple[str, str]]:

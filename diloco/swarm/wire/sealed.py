@@ -108,7 +108,7 @@ class Sealed:
         while len(self._frame) < nbytes:
             piece = await self._reader.read(nbytes - len(self._frame))
             if not piece:
-                self._fail("a lane was cut")
+                raise ConnectionResetError("a lane was cut")
             self._frame += piece
 
     def _fail(self, why: str) -> NoReturn:

@@ -129,6 +129,7 @@ async def test_a_connection_that_nobody_takes_bytes_of_is_ended_late(loop: Virtu
     with pytest.raises(ConnectionError, match="cut"):
         await reading
     assert loop.time() == 0.0 and len(wire.frames) == 1
+    assert not wire.aborted.is_set(), "what was written is lost then"
     await asyncio.sleep(LINGER_S)
     assert wire.aborted.is_set()
 

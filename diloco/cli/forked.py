@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -114,6 +115,7 @@ def fork(
                 os.dup2(file, number)
             _close_all_but({0, 1, 2, *files})
             _reset_signals(blocked)
+            _forget_finalizers()
             _become([sys.executable, *arguments], environment)
             end_process(guard(lambda: train.peer([*arguments[2:]])))
         except SystemExit as ended:
@@ -168,6 +170,13 @@ def _reset_signals(blocked: Collection[int]) -> None:
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _forget_finalizers() -> None:
+    """Drop those of the parent's objects: they would delete its temporary folders at the end of
+    the child. What modules do at an exit stays."""
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -32,8 +32,8 @@ from torch import Tensor
 from diloco.config import OuterConfig
 from diloco.outer.aggregate import Aggregate
 from diloco.outer.codecs import CODECS
-from diloco.outer.digest import PART, digest_of
-from diloco.outer.fragments import CHUNK, Fragment, as_loaded, chunks
+from diloco.outer.digest import digest_of, part_ranges
+from diloco.outer.fragments import Fragment, as_loaded, chunks
 from diloco.outer.local import Local, Source
 from diloco.outer.optimizer import OUTER_OPTIMIZERS, OuterState, OuterStep
 from diloco.outer.payloads import Layout, buffer, empty_payload, norm_of, over_chunks
@@ -172,16 +172,17 @@ class Replica:
         """
         anchor, pieces = self.anchors[fragment], self.updates[fragment].split(update)
 
-        def part(first: int) -> tuple[float, str]:
+        def foresee_part(part: tuple[int, int]) -> tuple[float, str]:
             norms, hasher = [], blake3()
-            for piece, (start, stop) in pieces[first : first + PART // CHUNK]:
-                after = self.down.updated(anchor[start:stop], piece)
-                moved = buffer("moved", torch.float32, stop - start)
-                norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
-                hasher.update(after.numpy().data.cast("B"))
+            for piece, (start, stop) in pieces:
+                if part[0] <= start < part[1]:
+                    after = self.down.updated(anchor[start:stop], piece)
+                    moved = buffer("moved", torch.float32, stop - start)
+                    norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
+                    hasher.update(after.numpy().data.cast("B"))
             return math.hypot(*norms), hasher.hexdigest()
 
-        norms, digests = zip(*over_chunks(part, range(0, len(pieces), PART // CHUNK)), strict=True)
+        norms, digests = zip(*over_chunks(foresee_part, part_ranges(anchor.numel())), strict=True)
         return math.hypot(*norms), digests
 
     def apply_update_(self, fragment: int, update: Tensor, step: OuterStep) -> None:

@@ -63,7 +63,7 @@ class Row(NamedTuple):
     """A line of the table: bytes on the `device`, in `main` memory, or `spare`, without which
     training is slower. A row without `per_parameter` does not depend on the size of the model."""
 
-    purpose: str
+    what: str
     where: str
     nbytes: float
     per_parameter: float | None
@@ -117,8 +117,8 @@ def _rows(
     moments = FP32 * moment_numel(model, config.inner) / max(numel, 1)
     part = 1 / num_ranks if sharded else 1.0
 
-    def row(purpose: str, where: str, per_parameter: float) -> Row:
-        return Row(purpose, where, per_parameter * numel, per_parameter)
+    def row(what: str, where: str, per_parameter: float) -> Row:
+        return Row(what, where, per_parameter * numel, per_parameter)
 
     if frozen:
         shrunk = sum(layer.weight.numel() for _, _, layer in models.base_layers(model))

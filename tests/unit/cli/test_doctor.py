@@ -125,7 +125,11 @@ def test_the_exit_code_says_on_which_side_it_fails(
     here, there = Check("a", "failed", "x"), Check("b", "failed", "y", "do it", swarm=True)
     for found, code in (([Check("c", "warning", "y", "z")], 0), ([here, there], 2), ([there], 3)):
         monkeypatch.setattr(Doctor, "checks", lambda self, found=found: iter(found))
-        assert module.run(compose(), None, True) == module.run(compose(), None, False) == code
+        assert (
+            module.run_checks(compose(), None, True)
+            == module.run_checks(compose(), None, False)
+            == code
+        )
         said, _, shown = capsys.readouterr().out.rpartition("}\n")
         report = json.loads(said + "}")
         assert [check["name"] for check in report["checks"]] == [check.name for check in found]

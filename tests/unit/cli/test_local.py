@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -104,7 +105,9 @@ def forked_once(
 def test_a_forked_peer_is_seen_as_one_that_was_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Arguments, environment, streams, files, signals and the session are its own."""
+    """Arguments, environment, streams, files, signals and the session are its own; what the parent
+    is to delete at its end is not."""
+    folder = TemporaryDirectory()
     held = (tmp_path / "held").open("w")
 
     def main(arguments: list[str]) -> int:
@@ -136,9 +139,11 @@ def test_a_forked_peer_is_seen_as_one_that_was_started(
         child.stdin.close()
         assert child.wait() == child.poll() == 2
         assert log.read_text() == "in the log\ndiloco: error: that is enough\n"
+        assert Path(folder.name).is_dir()
     finally:
         signal.signal(signal.SIGUSR1, before)
         held.close()
+        folder.cleanup()
         child.stdout.close()
 
 

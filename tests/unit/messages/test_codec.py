@@ -42,6 +42,7 @@ from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.inner_state import MAX_MOMENTS, InnerHeader, InnerRequest
 from diloco.swarm.rpc.probe import Probe, ProbeReply
 from diloco.swarm.rpc.watch import InfoRequest, Piece
+from diloco.swarm.wire.lane import Door
 
 D = "ab" * 32
 TIPS_SAID = {0: (7, D), 3: (9, D)}
@@ -142,6 +143,7 @@ EXAMPLES = [
     Probe(["/ip4/1.2.3.4"]),
     Piece(WIRE_VERSION, b"x" * MAX_PIECE_BYTES, True, "ab" * 64),
     ProbeReply(WIRE_VERSION, "run", "ann", 1.5, ["/a"], ["b"], "/ip4", ["/a"], "why"),
+    Door(4101, ["192.0.2.1"], b"k" * 32),
 ]
 OTHER = [None, -2, 2**63, 1.5, math.nan, "x" * 2000, b"x" * 2000, [[]], [None], [-1], {-1: None}]
 

@@ -21,7 +21,7 @@ def table(
     config: Config, peers: int = 4, ranks: int = 1, sharded: bool = False
 ) -> dict[str, float]:
     rows = [row for row in memory_rows(config, peers, ranks, sharded) if row.where != "spare"]
-    return {row.purpose: row.per_parameter for row in rows if row.per_parameter is not None}
+    return {row.what: row.per_parameter for row in rows if row.per_parameter is not None}
 
 
 def test_the_bytes_of_peers_with_a_fragment_each() -> None:

@@ -81,17 +81,19 @@ def outer_of(
         if not keywords and outer.method == "diloco":
             return outer, False  # whoever has the settings of a run has this object
         outer = outer.model_dump()
-    said = {**(outer or {}), **keywords}
-    _check_names(said, OuterConfig.model_fields)
-    if said.get("method", "diloco") != "diloco":
+    settings = {**(outer or {}), **keywords}
+    _check_names(settings, OuterConfig.model_fields)
+    if settings.get("method", "diloco") != "diloco":
         raise ConfigError(
-            f"method={said['method']}: a Swarm makes outer steps; diloco train has other methods"
+            f"method={settings['method']}: a Swarm makes outer steps; diloco train has other"
+            " methods"
         )
     laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
-    by_size = "${diloco.fragments_for:" in str(laid.get("fragments")) and "fragments" not in said
+    has_rule = "${diloco.fragments_for:" in str(laid.get("fragments"))
+    by_size = has_rule and "fragments" not in settings
     if by_size:
         del laid["fragments"]
-    return OuterConfig.parse({**laid, **said}), by_size
+    return OuterConfig.parse({**laid, **settings}), by_size
 
 
 def network_of(
@@ -104,24 +106,24 @@ def network_of(
         if address is None and not keywords:
             return network
         network = network.model_dump()
-    said = {**(network or {}), **keywords}
-    _check_names(said, SwarmConfig.model_fields)
+    settings = {**(network or {}), **keywords}
+    _check_names(settings, SwarmConfig.model_fields)
     if address is not None:
-        said["initial_peers"] = address
+        settings["initial_peers"] = address
     for name in ("initial_peers", "listen", "announce"):
-        if name in said:
-            texts = [said[name]] if isinstance(said[name], str) else said[name] or ()
-            said[name] = tuple(dict.fromkeys(texts))
-    if "" in said.get("initial_peers", ()):
+        if name in settings:
+            texts = [settings[name]] if isinstance(settings[name], str) else settings[name] or ()
+            settings[name] = tuple(dict.fromkeys(texts))
+    if "" in settings.get("initial_peers", ()):
         raise ConfigError(
             "address is empty (a variable that is not set?); give the address of a peer, or leave"
             " it out to start a swarm"
         )
-    if said.get("key_path") is not None:
-        said["key_path"] = str(said["key_path"])
+    if settings.get("key_path") is not None:
+        settings["key_path"] = str(settings["key_path"])
     with as_typed():
         try:
-            return SwarmConfig.parse(said)
+            return SwarmConfig.parse(settings)
         except ConfigError as error:
             raise ConfigError(f"swarm.{error}") from None
 
@@ -156,7 +158,7 @@ def as_typed(typed: bool = True, remedy: str = LOWER_RATE) -> Iterator[None]:
     try:
         yield
     except (SwarmError, DivergedError, ConfigError) as error:
-        text = _NAMES.sub(lambda found: _TYPED.get(found[0], ""), str(error))
+        text = _NAMES.sub(lambda match: _TYPED.get(match[0], ""), str(error))
         if typed and isinstance(error, SwarmError):
             alone = text.startswith("address=") and "cannot be reached" in text
             raise JoinError(text + _NOBODY if alone else text) from None
@@ -319,8 +321,8 @@ class PeerArguments:
         if called and not self.network.initial_peers:
             self.alone_s = COME_BACK_S if self.typed and given.min_peers > 1 else 0.0
             version = saved.steps if saved else 0
-            told = {"called": called, "version": version, "wait_s": self.alone_s}
-            on_event("alone_again", told)
+            fields = {"called": called, "version": version, "wait_s": self.alone_s}
+            on_event("alone_again", fields)
 
     def remember(self, record: PeerRecord) -> None:
         """Keep for the next time where this peer is, and whom it knows."""
@@ -337,9 +339,9 @@ def _remove(directory: Path, process: int) -> None:
 def known_by(identity: Path, run: str | None = None) -> tuple[list[str], list[str]]:
     """Addresses of the peer with this key, and of others, if its last run was that one (or any)."""
     try:
-        found = json.loads(_addresses_file(identity).read_text())
-        both = [[a for a in found[key] if address_error(a) is None] for key in ("own", "others")]
-        return (both[0], both[1]) if run in (None, found["run"]) else ([], [])
+        record = json.loads(_addresses_file(identity).read_text())
+        both = [[a for a in record[key] if address_error(a) is None] for key in ("own", "others")]
+        return (both[0], both[1]) if run in (None, record["run"]) else ([], [])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
         return [], []
 
@@ -371,10 +373,10 @@ def called_again(
         gate = observer_gate(run_id, network.token, network.key_path)
         addresses = ()
         with suppress(SwarmError), ThreadPoolExecutor(1) as thread:  # a notebook's has a loop
-            found = thread.submit(inspect_swarm, known, identity, gate=gate).result()
-            if hash_of(found.manifest_text) == manifest_hash:
-                addresses = tuple(found.addresses)
-    listen = tuple(next(filter(_is_free, _with_ports(one, own)), one) for one in network.listen)
+            info = thread.submit(inspect_swarm, known, identity, gate=gate).result()
+            if hash_of(info.manifest_text) == manifest_hash:
+                addresses = tuple(info.addresses)
+    listen = tuple(next(filter(_is_free, _with_ports(addr, own)), addr) for addr in network.listen)
     return network.model_copy(update={"initial_peers": addresses, "listen": listen}), known
 
 
@@ -383,7 +385,7 @@ def _with_ports(listen: str, own: Sequence[str]) -> list[str]:
     parts = listen.split("/")
     if len(parts) < 5 or parts[4] != "0":
         return []
-    ports = [one.split("/")[4] for one in own if one.split("/")[3:4] == parts[3:4]]
+    ports = [address.split("/")[4] for address in own if address.split("/")[3:4] == parts[3:4]]
     return ["/".join([*parts[:4], port, *parts[5:]]) for port in ports]
 
 

@@ -56,7 +56,7 @@ class ActivePeers:
     def owns(self, item: int) -> bool:
         """Whether the item of that number is this peer's."""
         count, me, *peers = self._numbers[: 2 + int(self._numbers[0])].tolist()
-        ranked = max(peers, key=lambda one: sha256(f"{item}:{one}".encode()).digest(), default=me)
+        ranked = max(peers, key=lambda peer: sha256(f"{item}:{peer}".encode()).digest(), default=me)
         return count == 0 or bool(me == ranked)
 
 
@@ -81,8 +81,8 @@ class ReadPosition:
         self.ranks = ranks
         self._rows: dict[str, Tensor] = {}
         with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half of one
-            found: Any = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
-            self.steps, self._before = int(found["steps"]), dict(found["rows"])
+            saved: Any = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
+            self.steps, self._before = int(saved["steps"]), dict(saved["rows"])
 
     def rows(self, name: str) -> Tensor:
         """(SLOTS,) int64, in shared memory: rows of this data that each process has read."""

@@ -50,10 +50,10 @@ def place(kind: str, index: int) -> str:
 
 def count_devices() -> tuple[str, int]:
     """The kind of the accelerators that are here, and how many; `("cpu", 0)` without any."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type not in KINDS:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in KINDS:
         return "cpu", 0
-    return found.type, torch.accelerator.device_count()
+    return accelerator.type, torch.accelerator.device_count()
 
 
 def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
@@ -140,10 +140,10 @@ def free_bytes(device: torch.device) -> float:
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Most bytes in use at a time: of this process, and of its tensors on a cuda or xpu device."""
     unit = 1 if sys.platform == "darwin" else 1024
-    found = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peaks = {"peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type in ("cuda", "xpu"):
-        found["peak_device_bytes"] = torch.get_device_module(device).max_memory_allocated(device)
-    return found
+        peaks["peak_device_bytes"] = torch.get_device_module(device).max_memory_allocated(device)
+    return peaks
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -38,7 +38,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     exchanges.
     """
     if isinstance(optimizer, list | tuple):
-        parts = [unwrap_optimizer(one) for one in optimizer]
+        parts = [unwrap_optimizer(part) for part in optimizer]
         return parts[0] if len(parts) == 1 else CombinedOptimizer(*parts)
     while True:
         name, library = type(optimizer).__name__, type(optimizer).__module__
@@ -161,7 +161,7 @@ class ExchangeGuard:
     def _sample(self) -> Tensor:
         """A copy of a few values of each parameter (fp32, on the CPU)."""
         local = (local_tensor(parameter.detach()) for parameter in self._parameters.values())
-        return torch.cat([one.reshape(-1)[:SAMPLED].float().cpu() for one in local])
+        return torch.cat([values.reshape(-1)[:SAMPLED].float().cpu() for values in local])
 
 
 # -- several as one --------------------------------------------------------------------------------
@@ -296,12 +296,12 @@ class _Slot(NamedTuple):
 
 def _slots(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[_Slot]:
     """In the order of the model: each peer may have its groups in another one."""
-    order = {id(parameter): place for place, parameter in enumerate(parameters.values())}
+    order = {id(parameter): position for position, parameter in enumerate(parameters.values())}
     for number, part in enumerate(parts_of(optimizer)):
         both = [(group, p) for group in part.param_groups for p in group["params"]]
         trained = [(group, p) for group, p in both if p.requires_grad]
-        places = [order.get(id(p), place) for place, (_, p) in enumerate(trained)]
-        for index, (group, parameter) in sorted(zip(places, trained, strict=True), key=_first):
+        positions = [order.get(id(p), position) for position, (_, p) in enumerate(trained)]
+        for index, (group, parameter) in sorted(zip(positions, trained, strict=True), key=_first):
             keys = () if group.get("momentum") == 0 else moments_of(type(part)) or ()
             if group.get("amsgrad"):
                 keys = (*keys, "max_exp_avg_sq")

@@ -44,13 +44,13 @@ class TrainedParams(dict[str, Tensor]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        for name, one in (*model.named_parameters(), *model.named_buffers()):
-            if is_lazy(one):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(tensor):
                 raise ConfigError(
                     f"{name} has no shape yet; run one batch through the model before attach"
                 )
-            if not is_sharded(one) and one.layout is not torch.strided:
-                raise ConfigError(f"{name} is {one.layout}; make it dense, or persistent=False")
+            if not is_sharded(tensor) and tensor.layout is not torch.strided:
+                raise ConfigError(f"{name} is {tensor.layout}; make it dense, or persistent=False")
         super().__init__(_trained(model))
         for name, parameter in self.items():
             _check(name, parameter)
@@ -77,8 +77,8 @@ class TrainedParams(dict[str, Tensor]):
         """
         own = set(self._model.parameters())
         grouped = dict.fromkeys(parameter for group in groups for parameter in group["params"])
-        strange = [list(one.shape) for one in grouped if one not in own]
-        missing = [key for key, one in self.items() if one not in grouped]
+        strange = [list(parameter.shape) for parameter in grouped if parameter not in own]
+        missing = [key for key, parameter in self.items() if parameter not in grouped]
         if self and len(missing) == len(self):
             raise ConfigError(
                 f"optimizer={name} has none of the model's {len(self)} trained parameters; make it"
@@ -90,8 +90,8 @@ class TrainedParams(dict[str, Tensor]):
                 f" ({_some(strange)}); make them part of the model, or attach both: attach([model,"
                 " head], optimizer)"
             )
-        for key, one in self.items():
-            values = local_tensor(one.detach())
+        for key, parameter in self.items():
+            values = local_tensor(parameter.detach())
             if values.numel() and not all(math.isfinite(end) for end in values.aminmax()):
                 raise ConfigError(
                     f"{key} has NaN or infinite values at attach; load or initialise it again"
@@ -101,13 +101,13 @@ class TrainedParams(dict[str, Tensor]):
 
     def _tell(self, on_event: OnEvent, names: Sequence[str], why: str) -> None:
         if names:
-            told = {"parameters": len(names), "of": len(self), "names": _some(names), "why": why}
-            on_event("untrained", told)
+            fields = {"parameters": len(names), "of": len(self), "names": _some(names), "why": why}
+            on_event("untrained", fields)
 
     def remember(self) -> None:
         """These values are where the first round begins."""
-        whole = {name: one.detach() for name, one in self.items() if not is_sharded(one)}
-        self._before = {name: values_digest({name: one}) for name, one in whole.items()}
+        whole = {name: tensor.detach() for name, tensor in self.items() if not is_sharded(tensor)}
+        self._before = {name: values_digest({name: tensor}) for name, tensor in whole.items()}
 
     def step_done(self) -> None:
         """These values are what a step has left, with the exchange that followed it."""
@@ -130,7 +130,7 @@ class TrainedParams(dict[str, Tensor]):
         return not all(map(torch.equal, self._samples(), self._left))
 
     def _samples(self) -> list[Tensor]:
-        return [_first(one).nan_to_num() for one in self._watched]
+        return [_first(parameter).nan_to_num() for parameter in self._watched]
 
     def check(self, on_event: OnEvent) -> None:
         """`ConfigError` when the model trains other parameters now.
@@ -211,8 +211,8 @@ def frozen_digest(model: nn.Module) -> str | None:
 def buffer_digests(model: nn.Module) -> dict[str, str | None]:
     """Of the buffers of a model's state dict."""
     kept = {unwrapped_name(model, name) for name in model.state_dict()}
-    buffers = ((unwrapped_name(model, name), one) for name, one in model.named_buffers())
-    return {name: values_digest({name: one}) for name, one in buffers if name in kept}
+    buffers = ((unwrapped_name(model, name), buffer) for name, buffer in model.named_buffers())
+    return {name: values_digest({name: buffer}) for name, buffer in buffers if name in kept}
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
@@ -221,7 +221,7 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
     None without any values.
     """
     real = {key: torch.view_as_real(t) if t.is_complex() else t for key, t in tensors.items()}
-    numels = {name: one.numel() for name, one in real.items()}
+    numels = {name: tensor.numel() for name, tensor in real.items()}
     if not sum(numels.values()):
         return None
     [whole] = partition(numels, 1)
@@ -230,7 +230,7 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
         part = torch.empty(stop - start, dtype=torch.float32)
         gather_(part, whole, start, real)
         parts.append(part_digest(part))
-    shapes = json.dumps({name: list(one.shape) for name, one in real.items()})
+    shapes = json.dumps({name: list(tensor.shape) for name, tensor in real.items()})
     return sha256(f"{shapes} {fragment_digest(parts)}".encode()).hexdigest()
 
 
@@ -243,7 +243,7 @@ def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     Raises `ConfigError` for FSDP1 and DeepSpeed.
     """
     if isinstance(model, list | tuple):
-        several = [unwrap_model(one) for one in model]
+        several = [unwrap_model(part) for part in model]
         return several[0] if len(several) == 1 else nn.ModuleList(several)
     while True:
         name = type(model).__name__
@@ -287,7 +287,7 @@ def unwrapped_name(model: nn.Module, name: str) -> str:
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model, by names that do not depend on wrappers."""
-    return ((unwrapped_name(model, name), one) for name, one in model.named_parameters())
+    return ((unwrapped_name(model, name), tensor) for name, tensor in model.named_parameters())
 
 
 def class_name(model: nn.Module) -> str:
@@ -307,8 +307,9 @@ def class_name(model: nn.Module) -> str:
 
 def has_row_layout(tensor: Tensor) -> bool:
     """Whether a process has the tensor whole, or a range of its rows: what outer steps know."""
-    sharded = [one for one in getattr(tensor, "placements", ()) if not one.is_replicate()]
-    return [(type(one).__name__, getattr(one, "dim", 0)) for one in sharded] in ([], [("Shard", 0)])
+    placements = getattr(tensor, "placements", ())
+    cuts = [(type(p).__name__, getattr(p, "dim", 0)) for p in placements if not p.is_replicate()]
+    return cuts in ([], [("Shard", 0)])
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
@@ -317,9 +318,9 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
         # FSDP2 cuts as torch.chunk does: the last processes may have fewer rows, or none
         if placement.is_shard():
             mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-            rows, size, place = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)
+            rows, size, rank = tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim)
             each, width = -(-rows // size), tensor.numel() // max(rows, 1)
-            return min(place * each, rows) * width, min((place + 1) * each, rows) * width
+            return min(rank * each, rows) * width, min((rank + 1) * each, rows) * width
     return 0, tensor.numel()
 
 
@@ -374,7 +375,7 @@ def load_rows_(tensor: Tensor, values: Tensor) -> None:
 @contextmanager
 def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Whatever becomes of the parameters inside, they are as before afterwards."""
-    before = {name: local_tensor(one.detach()).clone() for name, one in parameters.items()}
+    before = {name: local_tensor(p.detach()).clone() for name, p in parameters.items()}
     try:
         yield
     finally:

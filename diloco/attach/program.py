@@ -149,9 +149,9 @@ class Program:
         return as_typed(self.peer.typed, self._remedy)
 
     def _interrupt(self, number: int) -> None:
-        name, told = signal.Signals(number).name, self._sync.stop_asked is not None
+        name, is_first = signal.Signals(number).name, self._sync.stop_asked is None
         self._sync.interrupt(number)
-        if not told:
+        if is_first:
             self.say(f"{name}: leaving the swarm; another {name} ends at once")
 
     def on_leave(self, kind: type[BaseException] | None) -> None:

@@ -122,19 +122,19 @@ class RankGroup:
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def check_newest(self, step: int, place: str) -> None:
+    def check_newest(self, step: int, source: str) -> None:
         """All ranks: `CheckpointError` where a rank finds another newest checkpoint than rank 0."""
         (newest,) = self.broadcast_floats([step])
         if newest != step:
             raise CheckpointError(
-                f"{place} holds outer step {newest:.0f} for rank 0 and {step} for rank {self.rank};"
-                " put it where all ranks see the same files"
+                f"{source} holds outer step {newest:.0f} for rank 0 and {step} for rank"
+                f" {self.rank}; put it where all ranks see the same files"
             )
 
     def raise_first_error(self, error: str) -> None:
         """Raise `ConfigError` on rank 0 with the first rank's error, if there is any."""
-        if found := next(filter(None, self._gather(error)), None):
-            self.refuse(found)
+        if first := next(filter(None, self._gather(error)), None):
+            self.refuse(first)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
         """Raise `ConfigError` on rank 0 unless all ranks were started with the same settings."""
@@ -148,10 +148,10 @@ class RankGroup:
                     )
 
     def _gather(self, value: T) -> list[T]:
-        found = [value] * self.size
+        values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, value, group=self._words)
-        return found
+            dist.all_gather_object(values, value, group=self._words)
+        return values
 
     def refuse(self, why: str) -> NoReturn:
         """`ConfigError` on rank 0; the others wait, as torchrun ends all when one has ended."""
@@ -271,7 +271,7 @@ class ShardedParams(Local):
         self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
         dist.all_gather_object(self._rows, self._own, group=self._words)
-        self.is_whole = self._own == {key: (0, one.numel()) for key, one in parameters.items()}
+        self.is_whole = self._own == {name: (0, p.numel()) for name, p in parameters.items()}
 
     def of_process(self, name: str) -> Tensor:
         return local_tensor(self.tensors[name].detach())
@@ -356,17 +356,17 @@ class ShardedParams(Local):
 
     def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
         """What each rank gives of [start, stop), as `Fragment.locate`: the first that has it."""
-        found: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
+        senders: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
             at = piece.start
             for rank, rows in enumerate(self._rows):
                 begin, end = rows[piece.name]
                 if begin <= at < min(end, piece.stop):
                     part = Slice(piece.name, at, min(end, piece.stop))
-                    found[rank].append((offset + at - piece.start, part))
+                    senders[rank].append((offset + at - piece.start, part))
                     at = part.stop
             assert at == piece.stop, f"no rank has {piece.name} from element {at} on"
-        return found
+        return senders
 
     def _empty(self, parts: Sequence[tuple[int, Slice]]) -> tuple[Tensor, Sequence[Tensor]]:
         """Memory for these parts, one behind the other, and its pieces."""

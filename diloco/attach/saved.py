@@ -142,12 +142,12 @@ class LoopCheckpoints:
         Raises `CheckpointError` when none can be used, or the newest is of another model or not the
         same for all ranks.
         """
-        found = self._store.load_latest()
-        step = -1 if found is None else found.step
+        checkpoint = self._store.load_latest()
+        step = -1 if checkpoint is None else checkpoint.step
         self._ranks.check_newest(step, f"checkpoints={self.directory}")
-        if found is None:
+        if checkpoint is None:
             return None
-        state, tensors = found.state, found.tensors
+        state, tensors = checkpoint.state, checkpoint.tensors
         self._load_model_(tensors["model"])
         if "extra" in state:
             extra = from_json(state["extra"], tensors["extra"])
@@ -334,7 +334,7 @@ def restore_optimizer(
                 " another order; build the optimizer as in the run that wrote it"
             )
         return optimizer.load_state_dict(state)  # a wrapper with a form of its own
-    parts = [_sharded(part, _renumbered(one, *order)) for part, one, *order in both]
+    parts = [_sharded(part, _renumbered(part_state, *order)) for part, part_state, *order in both]
     optimizer.load_state_dict({"parts": parts} if "parts" in state else parts[0])
 
 
@@ -349,7 +349,7 @@ def _renumbered(state: dict[str, Any], before: _Groups, names: _Groups) -> dict[
     groups = [
         settings[frozenset(group)] | {"params": [next(places) for _ in group]} for group in names
     ]
-    moved = {place: kept[number] for place, number in enumerate(order) if number in kept}
+    moved = {index: kept[number] for index, number in enumerate(order) if number in kept}
     shared = {name: value for name, value in kept.items() if name not in order}  # of no parameter
     return {**state, "state": moved | shared, "param_groups": groups}
 
@@ -369,7 +369,7 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 def _names(optimizer: Optimizer, parameters: Parameters) -> list[_Groups]:
     """Of each part's groups the names of the parameters, or their numbers."""
-    known, numbers = {id(one): name for name, one in parameters.items()}, count()
+    known, numbers = {id(parameter): name for name, parameter in parameters.items()}, count()
     return [
         [[known.get(id(p)) or str(next(numbers)) for p in group["params"]] for group in groups]
         for groups in (part.param_groups for part in parts_of(optimizer))

@@ -145,7 +145,7 @@ class NotEntered:
     """Until the attachment is entered, a step of its optimizer is a `ConfigError`: it is lost."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._hooks = [one.register_step_pre_hook(self._refuse) for one in parts_of(optimizer)]
+        self._hooks = [part.register_step_pre_hook(self._refuse) for part in parts_of(optimizer)]
 
     def _refuse(self, *_: object) -> None:
         raise ConfigError(
@@ -264,6 +264,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
     """The smallest gradient that there is, and how often it was written to."""
-    found = (parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None)
-    smallest = min(found, key=Tensor.numel, default=None)
+    gradients = (p.grad for p in _parameters(optimizer) if p.grad is not None)
+    smallest = min(gradients, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version

@@ -174,12 +174,12 @@ class Swarm:
 
     def _take_over(self) -> None:
         """A peer of this run that this thread left attached leaves, unless this one joins at it."""
-        before = _attached.get(place := (self._peer.run_id, threading.get_ident()))
+        before = _attached.get(key := (self._peer.run_id, threading.get_ident()))
         if before is not None and before.attachment is not None and self._peer.typed:
             node = before.attachment.node
             if before is self or node is None or node.address not in self.network.initial_peers:
                 before.__exit__(RuntimeError, None, None)
-        _attached[place] = self
+        _attached[key] = self
 
     # -- a model -----------------------------------------------------------------------------------
 
@@ -268,10 +268,10 @@ class Swarm:
     def _load(self, checkpoints: LoopCheckpoints, schedulers: Schedulers) -> PeerState | None:
         """From the newest checkpoint, if there is one."""
         self._peer.put_key_into(checkpoints.directory)
-        found = checkpoints.load(schedulers)
-        if found is None:
+        restored = checkpoints.load(schedulers)
+        if restored is None:
             return None
-        state, self.state = found
+        state, self.state = restored
         self._saved_version = state.saved.steps
         return state
 
@@ -311,8 +311,8 @@ class Swarm:
         device: str = "",
     ) -> NodeOptions:
         """Options of the node, also for a program that runs one without `attach`."""
-        told = self._program.on_event
-        return self._peer.options(self.outer, parameters, model, saved, trains, device, told)
+        on_event = self._program.on_event
+        return self._peer.options(self.outer, parameters, model, saved, trains, device, on_event)
 
     # -- what a training loop asks besides: its data and figures -----------------------------------
 

@@ -99,7 +99,7 @@ def _run(config: Config) -> int:
     except KeyboardInterrupt:
         console.print("stopped before the first outer step", highlight=False)
         return 0
-    messages: Said = queue.Queue()
+    messages: Reports = queue.Queue()
     with contextlib.ExitStack() as stack:
         peers: list[LocalPeer] = []
         # first, or a peer would miss an early Ctrl+C
@@ -234,11 +234,11 @@ class LocalPeer:
     begun: bool = False  # one of them trains: ranks of data parallel say nothing of themselves
     summary: Summary | None = None
 
-    def hear(self, said: Said) -> None:
+    def hear(self, reports: Reports) -> None:
         """Listen to it from now on, and wait for its end, in threads."""
-        listening = threading.Thread(target=_listen, args=(self, said), daemon=True)
+        listening = threading.Thread(target=_listen, args=(self, reports), daemon=True)
         listening.start()
-        threading.Thread(target=_wait, args=(self, listening, said), daemon=True).start()
+        threading.Thread(target=_wait, args=(self, listening, reports), daemon=True).start()
 
     def stop(self) -> None:
         """Makes it leave, or kills it if it is not ready: then it waits, and hears no signal."""
@@ -271,7 +271,7 @@ class LocalPeer:
 
 
 # What the peers say, in the order in which they say it; None when one has ended.
-Said: TypeAlias = "queue.Queue[tuple[LocalPeer, Report | None]]"
+Reports: TypeAlias = "queue.Queue[tuple[LocalPeer, Report | None]]"
 
 
 @contextlib.contextmanager
@@ -311,31 +311,31 @@ def _started(
         process.wait()
 
 
-def _listen(peer: LocalPeer, said: Said) -> None:
+def _listen(peer: LocalPeer, reports: Reports) -> None:
     from diloco.rundir.reporting import read_report
 
     assert peer.process.stdout is not None
     for line in peer.process.stdout:
         if (message := read_report(line)) is not None:
-            said.put((peer, message))
+            reports.put((peer, message))
 
 
-def _wait(peer: LocalPeer, listening: threading.Thread, said: Said) -> None:
+def _wait(peer: LocalPeer, listening: threading.Thread, reports: Reports) -> None:
     """Tells that a peer has ended; what it has started may outlive it, and keep its output open."""
     peer.process.wait()
     listening.join(LINGERING_S)
-    said.put((peer, None))
+    reports.put((peer, None))
 
 
 def _follow(
-    peers: list[LocalPeer], said: Said, view: LiveView, stop: Sequence[int]
+    peers: list[LocalPeer], reports: Reports, view: LiveView, stop: Sequence[int]
 ) -> LocalPeer | None:
     """Show what the peers say until all have ended; the first that failed before training began."""
     from diloco.rundir.reporting import Finished, PeerStatus, Ready
 
     running, culprit = {peer.name for peer in peers}, None
     while running:
-        peer, message = said.get()
+        peer, message = reports.get()
         if message is not None:
             peer.ready |= isinstance(message, Ready)
             if isinstance(message, PeerStatus) and message.state == "training":

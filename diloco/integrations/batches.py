@@ -60,13 +60,13 @@ def remedy(loader: Any) -> str:
 
 def _sampler(loader: Any) -> Any:
     """What draws the indices, below whatever is wrapped around it; None for a stream."""
-    found = getattr(loader, "batch_sampler", None)
-    while found is not None:
-        inner = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    while sampler is not None:
+        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         if inner is None:
             # torch's, of every stream
-            return None if type(found).__name__ == "_InfiniteConstantSampler" else found
-        found = inner
+            return None if type(sampler).__name__ == "_InfiniteConstantSampler" else sampler
+        sampler = inner
     return None
 
 
@@ -77,19 +77,19 @@ def tokens_of(batch: Any) -> Tensor | int:
     and of everything named like it, or else of the largest matrix of integers. The result may be on
     the batch's device, so that nobody waits for it.
     """
-    found = list(_tensors(batch, ""))
-    ids = [both for both in found if both[0].endswith("input_ids")]
-    if ids := [(name, one) for name, one in ids if not one.is_floating_point()]:
-        masks = dict(found)
+    tensors = list(_tensors(batch, ""))
+    ids = [both for both in tensors if both[0].endswith("input_ids")]
+    if ids := [(name, tensor) for name, tensor in ids if not tensor.is_floating_point()]:
+        masks = dict(tensors)
         names = [name.removesuffix("input_ids") + "attention_mask" for name, _ in ids]
         return sum(
-            _unmasked(one, masks.get(mask)) for (_, one), mask in zip(ids, names, strict=True)
+            _unmasked(tensor, masks.get(mask)) for (_, tensor), mask in zip(ids, names, strict=True)
         )
     integers = (torch.int32, torch.int64)  # pictures are of smaller ones
-    matrices = [one for name, one in found if one.ndim > 1 and "mask" not in name]
+    matrices = [tensor for name, tensor in tensors if tensor.ndim > 1 and "mask" not in name]
     if matrices := [matrix for matrix in matrices if matrix.dtype in integers]:
         return torch.stack([(matrix != IGNORED).sum() for matrix in matrices]).max()
-    samples = next((len(one) for _, one in found if one.ndim), None)
+    samples = next((len(tensor) for _, tensor in tensors if tensor.ndim), None)
     return samples or (len(batch) if isinstance(batch, Sized) else 1)
 
 

@@ -49,11 +49,12 @@ class DilocoLightningCallback(SwarmCallback, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if sum(isinstance(callback, DilocoLightningCallback) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError("callbacks: a DilocoLightningCallback is there twice; name one")
-        for one in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(one, BackboneFinetuning | ModelPruning):
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BackboneFinetuning | ModelPruning):
                 raise ConfigError(
-                    f"callbacks: {type(one).__name__} changes which parameters are trained, and a"
-                    " swarm has those of the beginning; leave it out, and freeze or prune before"
+                    f"callbacks: {type(callback).__name__} changes which parameters are trained,"
+                    " and a swarm has those of the beginning; leave it out, and freeze or prune"
+                    " before"
                 )
         if len(trainer.optimizers) != 1:
             raise ConfigError(

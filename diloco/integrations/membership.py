@@ -89,15 +89,15 @@ class Membership:
                 f"{there} processes were started together, and the trainer averages gradients over"
                 f" {processes}; on CPUs tell it so (use_cpu=True in TrainingArguments)"
             )
-        place, run = directory / FOLDER, self._settings["run_id"]
-        swarm = self.swarm = Swarm(**{"identity": place / "identity.key", **self._settings})
+        folder, run = directory / FOLDER, self._settings["run_id"]
+        swarm = self.swarm = Swarm(**{"identity": folder / "identity.key", **self._settings})
         has_key = "identity" not in self._settings and rank == 0
-        if has_key and (before := _directories.get(run)) and not (place / "identity.key").exists():
+        if has_key and (before := _directories.get(run)) and not (folder / "identity.key").exists():
             with suppress(OSError):  # then it is another peer
-                copytree(before, place, dirs_exist_ok=True)
+                copytree(before, folder, dirs_exist_ok=True)
         if has_key:
-            _directories[run] = place
-        lock = exclusive(place, KEY) if has_key else nullcontext()
+            _directories[run] = folder
+        lock = exclusive(folder, KEY) if has_key else nullcontext()
         swarm.in_trainer(lock, self._active, steps, remedy=self._remedy, signals=self._over)
         try:
             attached = swarm.attach(model, optimizer, schedulers=schedulers, saved=saved)
@@ -224,11 +224,11 @@ def save_beside(checkpoint: Path, swarm: Swarm) -> None:
 
 def load_beside(checkpoint: Path) -> PeerState | None:
     """What `save_beside` wrote, if anything. Raises `CheckpointError` if it cannot be used."""
-    found = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
-    if found is None:
+    latest = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
+    if latest is None:
         return None
     try:
-        return PeerState.restore(found.tensors, found.state)
+        return PeerState.restore(latest.tensors, latest.state)
     except KeyError as error:
         raise CheckpointError(
             f"{checkpoint / FOLDER} lacks {error}; choose another checkpoint"

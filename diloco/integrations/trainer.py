@@ -59,7 +59,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Put the swarm's figures into the logs before the Trainer's own callbacks send these."""
         known = self._find_trainer().callback_handler.callbacks
-        if not any(isinstance(one, _Figures) for one in known):
+        if not any(isinstance(callback, _Figures) for callback in known):
             # this callback is called once more, as the list has grown before it
             known.insert(0, _Figures(self._membership))
 
@@ -100,7 +100,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer: Any) -> None:
         known = self._find_trainer().callback_handler.callbacks
-        if sum(isinstance(one, DilocoCallback) for one in known) > 1:
+        if sum(isinstance(callback, DilocoCallback) for callback in known) > 1:
             raise ConfigError("callbacks: a DilocoCallback is there twice; name one")
         check_has_batches(trainer["train_dataloader"])
         sync = self._membership.open(
@@ -114,8 +114,8 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
         )
         every = sync.outer.sync_every
         if rest := state.max_steps % every:
-            said = f"max_steps={state.max_steps} is no multiple of sync_every={every}: the last"
-            logger.warning("%s %d inner steps reach nobody", said, rest)
+            text = f"max_steps={state.max_steps} is no multiple of sync_every={every}: the last"
+            logger.warning("%s %d inner steps reach nobody", text, rest)
         self._membership.order([trainer["train_dataloader"]], int(state.epoch or 0))
         if args.eval_on_start:
             self._membership.pause()
@@ -125,13 +125,13 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
         if not state.global_step:
             return None
         given = (self._resume_from, args.resume_from_checkpoint, _checkpoint(args, state))
-        place = next(Path(one) for one in given if one and one != "True")
-        saved = load_beside(place)
+        checkpoint = next(Path(path) for path in given if path and path != "True")
+        saved = load_beside(checkpoint)
         if saved is None:
             logger.warning(
                 "%s holds nothing of a swarm: this peer joins as a new one; if it is another"
                 " checkpoint, name it with DilocoCallback(resume_from=...)",
-                place,
+                checkpoint,
             )
         return saved
 
@@ -173,11 +173,11 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
             self.attachment.report(float(logs["loss"]))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        place, swarm = _checkpoint(args, state), self._membership.swarm
+        checkpoint, swarm = _checkpoint(args, state), self._membership.swarm
         is_whole = state.is_world_process_zero and not args.save_only_model
-        if swarm is not None and is_whole and place.is_dir():
+        if swarm is not None and is_whole and checkpoint.is_dir():
             try:
-                save_beside(place, swarm)
+                save_beside(checkpoint, swarm)
             except CheckpointError as error:  # the swarm has the model; the next may be written
                 logger.warning("%s", error)
 

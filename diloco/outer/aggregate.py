@@ -104,11 +104,11 @@ class Aggregate:
         contributions = sorted(contributions, key=lambda contribution: contribution.peer)
         peers = [contribution.peer for contribution in contributions]
         payloads = [contribution.payload for contribution in contributions]
-        found = self.sketches.compare(payloads)
+        comparison = self.sketches.compare(payloads)
         self.sketches = robust.Sketches(self.up, self._payloads, self._rng)
         state.join_(step)
         own = peers.index(me) if me in peers else None
-        judged = self._judge(found, contributions, state, own)
+        judged = self._judge(comparison, contributions, state, own)
         counted = []  # the chunks of each contribution that counts, as parts
         weighted = zip(contributions, judged.weights, judged.scales, strict=True)
         for contribution, weight, scale in weighted:
@@ -122,12 +122,12 @@ class Aggregate:
             step,
             tuple(peers[i] for i in judged.left_out),
             tuple(peers[i] for i in judged.clipped),
-            tuple((peers[i], peers[j], cosine) for i, j, cosine in found.alike()),
+            tuple((peers[i], peers[j], cosine) for i, j, cosine in comparison.alike()),
         )
 
     def _judge(
         self,
-        found: robust.Comparison,
+        comparison: robust.Comparison,
         contributions: Sequence[Weighted],
         state: OuterState,
         own: int | None,
@@ -141,14 +141,16 @@ class Aggregate:
         if self.settings.robust == "none":
             return robust.Judgement(tuple(weights), (1.0,) * len(weights))
         if len(weights) >= robust.MIN_JUDGED:
-            judged = robust.clip(norms, found.cosines, weights, factor, found.numel)
+            judged = robust.clip(norms, comparison.cosines, weights, factor, comparison.numel)
         else:
-            references = [] if own is None else [found.cosines[own]]
+            references = [] if own is None else [comparison.cosines[own]]
             if momentum.any():
-                references.append(found.cosines_with(momentum))
+                references.append(comparison.cosines_with(momentum))
             # The momentum of another optimizer may be far shorter than what it is made of.
             expected = robust.usual(self.norms, momentum if self.optimizer.can_follow else None)
-            judged = robust.clip_few(norms, weights, expected, references, found.numel, factor, own)
+            judged = robust.clip_few(
+                norms, weights, expected, references, comparison.numel, factor, own
+            )
         scaled = zip(norms, judged.scales, judged.weights, strict=True)
         self.norms.extend(norm * scale for norm, scale, weight in scaled if weight)
         return judged

@@ -103,8 +103,8 @@ class _FloatCodec(Codec):
             values = buffer("values", torch.float32, numel).copy_(values)
         norm = norm_of(values)
         if not is_within(values, self.largest, norm):
-            found = f"{self.name} payload holds {magnitude_of(values):g}"
-            raise PayloadError(f"{found}; values must be at most {self.largest:g}")
+            excess = f"{self.name} payload holds {magnitude_of(values):g}"
+            raise PayloadError(f"{excess}; values must be at most {self.largest:g}")
         return values, norm
 
 

@@ -123,8 +123,8 @@ def directional_pieces(fragment: Fragment, start: int, stop: int) -> list[Piece]
     def is_embedding(name: str) -> bool:
         return any("embed" in part or part in ("wte", "wpe") for part in name.split("."))
 
-    found = fragment.locate(start, stop)
-    return [(at, at + part.numel) for at, part in found if not is_embedding(part.name)]
+    slices = fragment.locate(start, stop)
+    return [(at, at + part.numel) for at, part in slices if not is_embedding(part.name)]
 
 
 def _norm(x: Tensor) -> float:
@@ -158,7 +158,7 @@ def matrices(fragment: Fragment, shapes: Mapping[str, Sequence[int]]) -> list[Ma
     Where a fragment ends inside a matrix, the whole rows on each side count as a matrix; a row that
     is cut, or alone, belongs to none.
     """
-    found = []
+    result = []
     for at, piece in fragment.locate(0, fragment.numel):
         shape = shapes[piece.name]
         if len(shape) != 2 or "embed" in piece.name or "head" in piece.name:
@@ -166,8 +166,8 @@ def matrices(fragment: Fragment, shapes: Mapping[str, Sequence[int]]) -> list[Ma
         columns = shape[1]
         first, last = -(-piece.start // columns), piece.stop // columns
         if last - first > 1 and columns > 1:
-            found.append(Matrix(at + first * columns - piece.start, last - first, columns))
-    return found
+            result.append(Matrix(at + first * columns - piece.start, last - first, columns))
+    return result
 
 
 @torch.no_grad()

@@ -132,8 +132,10 @@ class Layout:
 
     def split(self, payload: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
         """Views of the chunks of a whole payload, each with its range; raises PayloadError."""
-        if (found := payload.numel()) != self.nbytes:
-            raise PayloadError(f"{self.nbytes} bytes of a fragment are expected, these are {found}")
+        if (nbytes := payload.numel()) != self.nbytes:
+            raise PayloadError(
+                f"{self.nbytes} bytes of a fragment are expected, these are {nbytes}"
+            )
         return list(zip(payload.split_with_sizes(self._sizes), self.ranges, strict=True))
 
 

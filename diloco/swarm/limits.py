@@ -127,13 +127,13 @@ class Newest(Generic[T]):
 
     def add(self, peer: str, stream: T) -> list[T]:
         """A stranger (peer or host) opens a stream; returns those that end. `remove` follows."""
-        its = [one for one, other in self._peers.items() if other == peer]
+        its = [candidate for candidate, other in self._peers.items() if other == peer]
         over = its[: -(self._of_one - 1)]
         self._peers[stream] = peer
-        rest = [one for one in self._peers if one not in over]
+        rest = [candidate for candidate in self._peers if candidate not in over]
         over += rest[: max(0, len(rest) - STRANGERS)]
-        for one in over:
-            del self._peers[one]
+        for candidate in over:
+            del self._peers[candidate]
         return over
 
     def remove(self, stream: T) -> None:
@@ -160,11 +160,11 @@ class Dials:
 
     def due(self, now: float) -> list[str]:
         """Peers to call now."""
-        found = []
+        peers = []
         while self._waiting and self._bucket.take(None, now):
-            found.append(next(iter(self._waiting)))
-            del self._waiting[found[-1]]
-        return found
+            peers.append(next(iter(self._waiting)))
+            del self._waiting[peers[-1]]
+        return peers
 
 
 class EventLines:

@@ -67,7 +67,6 @@ HOMES = {
     "safetensors": {"model", "rundir"},
     "msgspec": {"messages", "core", "swarm", "rundir", "attach", "train"},
     "msgpack": {"swarm"},
-    "uvloop": {"swarm"},
     "cryptography": {"admission", "swarm"},
     "hydra": {"cli", "config"},
     "omegaconf": {"cli", "config"},

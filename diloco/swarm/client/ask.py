@@ -150,7 +150,7 @@ async def _ways(visitor: Libp2p, peers: Sequence[ProbeResult]) -> list[str]:
     """How bulk bytes get from here to the peers: "ann direct"."""
     visitor.direct = True
     await _probe_all(visitor, [peer.peer for peer in peers])
-    return [f"{plain(one.reply.name)} {visitor.way(one.peer)}" for one in peers]
+    return [f"{plain(result.reply.name)} {visitor.way(result.peer)}" for result in peers]
 
 
 def parse_manifest(text: str) -> Manifest:

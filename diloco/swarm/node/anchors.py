@@ -109,17 +109,17 @@ class Anchors:
                 await self._restart(fragment)
 
     def _note_merged(self, action: events.Merge, made: merging.MergeResult) -> None:
-        note, said = self._context.note, {"fragment": action.fragment, "version": action.number}
+        note, fields = self._context.note, {"fragment": action.fragment, "version": action.number}
         if clipped := [peer for peer in made.clipped if peer not in made.left_out]:
-            note("clipped", **said, peers=clipped)
+            note("clipped", **fields, peers=clipped)
         if made.left_out:
             why = "they point against the others' contributions"
-            note("left_out", **said, peers=list(made.left_out), why=why)
+            note("left_out", **fields, peers=list(made.left_out), why=why)
         for *pair, cosine in made.alike:
             if tuple(pair) not in self._same_data and len(self._same_data) < MOST_SAME:
                 self._same_data.add((pair[0], pair[1]))
                 names = [self._core.name(peer) for peer in pair]
-                note("same_data", **said, peers=pair, names=names, cosine=round(cosine, 6))
+                note("same_data", **fields, peers=pair, names=names, cosine=round(cosine, 6))
 
     async def apply(self, action: events.Apply) -> None:
         """Move an anchor by an update, if it leads to what its head says."""

@@ -374,7 +374,8 @@ class ControlMesh:
         while True:
             named: dict[str, list[str]] = {}
             try:
-                await transport.announce(RECORD_LIFE_S, [one.peer for one in self._members.all()])
+                members = [member.peer for member in self._members.all()]
+                await transport.announce(RECORD_LIFE_S, members)
                 named = await transport.announced()
             except BROKEN as error:
                 logger.debug("the DHT did not answer: %r", error)

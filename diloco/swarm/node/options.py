@@ -57,19 +57,18 @@ class RunSpec:
             here, there = (dict(flatten(json.loads(text))) for text in texts)
         except (ValueError, AttributeError, RecursionError):
             raise PayloadError("the other side's manifest is not valid") from None
-        found, keys = [], sorted(here.keys() | there.keys())
+        lines, keys = [], sorted(here.keys() | there.keys())
         keys = [key for key in keys if here.get(key) != there.get(key)]
         keys = [key for key in keys if key not in RISING or None in (here.get(key), there.get(key))]
         if any(key.startswith("parameters.") and (key in here) != (key in there) for key in keys):
-            theirs, ours = (
-                str(one.get("model.name") or "another one")[:VALUE_CHARS] for one in (there, here)
-            )
-            found = [f"the model is {theirs} there, {ours} here, with other parameters"]
-            keys = [one for one in keys if not one.startswith(("parameters.", *MODEL_KEYS))]
+            names = (values.get("model.name") or "another one" for values in (there, here))
+            theirs, ours = (str(name)[:VALUE_CHARS] for name in names)
+            lines = [f"the model is {theirs} there, {ours} here, with other parameters"]
+            keys = [key for key in keys if not key.startswith(("parameters.", *MODEL_KEYS))]
         for key in keys:
-            theirs, ours = (str(one.get(key))[:VALUE_CHARS] for one in (there, here))
-            found.append(f"{key} is {theirs} there, {ours} here")
-        return found
+            theirs, ours = (str(values.get(key))[:VALUE_CHARS] for values in (there, here))
+            lines.append(f"{key} is {theirs} there, {ours} here")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class OuterArithmetic:
         """How far the step to version `number` may move an anchor, and the reach after it."""
         step = OuterStep(number - 1, contributions, pushes, delay)
         limit, after = self._optimizer.reach(step, longest, reach)
-        momentum, window, lost = (float(f"{min(one, MAX_LENGTH):.6g}") for one in after)
+        momentum, window, lost = (float(f"{min(bound, MAX_LENGTH):.6g}") for bound in after)
         return Bounds(limit, (momentum, window, lost))
 
 
@@ -198,4 +197,4 @@ async def _tips(options: NodeOptions, replica: Replica) -> list[Tip]:
     if options.blank:
         return [blank(fragment) for fragment in range(len(replica.fragments))]
     parts = [await in_thread(part_digests, anchor) for anchor in replica.anchors]
-    return [genesis(fragment, options.run.id, one) for fragment, one in enumerate(parts)]
+    return [genesis(fragment, options.run.id, digests) for fragment, digests in enumerate(parts)]

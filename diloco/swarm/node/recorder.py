@@ -83,8 +83,8 @@ class Recorder:
                 self._last.pop(member.peer, None)  # who was heard last is forgotten last
                 self._last[member.peer] = member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
-            told = [one.figures.loss for one in everybody if one.status.trains]
-            losses = [loss for loss in told if loss]
+            reported = [member.figures.loss for member in everybody if member.status.trains]
+            losses = [loss for loss in reported if loss]
             if losses and (not self._loss or now >= self._loss[-1].at + self._loss_every_s):
                 tokens, mean = self._core.facts.control.tip.head.work, sum(losses) / len(losses)
                 self._loss.append(schema.LossPoint(now, tokens, mean, min(losses), max(losses)))
@@ -123,13 +123,13 @@ class Recorder:
         facts, head, lines = self._core.facts, tip.head, tip.head.counted
         bases = {line.base for line in lines}
         behind = [at for at, base in enumerate(reversed(tip.book.recent)) if base in bases]
-        told = [
+        phases = [
             seconds for member in self._everybody(now) if (seconds := phase_seconds(member.figures))
         ]
-        mean = [sum(phase) / len(told) for phase in zip(*map(astuple, told), strict=True)]
+        mean = [sum(phase) / len(phases) for phase in zip(*map(astuple, phases), strict=True)]
         return schema.Round(
             *(head.fragment, head.number, len(facts.members) + 1, facts.num_trainers(), len(lines)),
-            *(max(behind, default=0), PhaseSeconds(*mean) if told else None, now),
+            *(max(behind, default=0), PhaseSeconds(*mean) if phases else None, now),
         )
 
     def _snapshot(self, now: float) -> schema.Snapshot:
@@ -142,7 +142,7 @@ class Recorder:
                 for member in everybody[: schema.MAX_PEERS]
             ],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
-            rounds=[replace(one, closed_at=since + one.closed_at) for one in self._rounds],
+            rounds=[replace(entry, closed_at=since + entry.closed_at) for entry in self._rounds],
             ledger=ledger_totals(facts, figures),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             events=[replace(event, at=since + event.at) for event in self._events],
@@ -243,11 +243,11 @@ def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTot
     discarded = min(processed - applied, sum(figures.discarded for figures in last.values()))
     rows = [
         schema.Contributor(
-            *(peer, one.name, one.contributions, one.tokens),
-            *(_payload_bytes(facts, peer), one.first, one.last),
+            *(peer, entry.name, entry.contributions, entry.tokens),
+            *(_payload_bytes(facts, peer), entry.first, entry.last),
         )
-        for peer, one in tip.book.ledger.items()
-        if one.contributions
+        for peer, entry in tip.book.ledger.items()
+        if entry.contributions
     ]
     under_way = processed - applied - discarded
     return schema.LedgerTotals(processed, applied, discarded, under_way, rows[: schema.MAX_PEERS])

@@ -65,8 +65,8 @@ class Said(msgspec.Struct, frozen=True):
 
 KNOWN: tuple[Any, ...] = (*kinds().values(), Head, Line, Records, AnchorPart)
 KNOWN += (ProtocolSettings, Bounds)
-TYPES: dict[str, Any] = {one.__name__: one for one in KNOWN}
-EVENTS = {"Said": Said, **{n: one for n, one in vars(events).items() if isinstance(one, type)}}
+TYPES: dict[str, Any] = {kind.__name__: kind for kind in KNOWN}
+EVENTS = {"Said": Said, **{n: kind for n, kind in vars(events).items() if isinstance(kind, type)}}
 
 
 class Recording:
@@ -113,7 +113,7 @@ class Recording:
 
     def _write(self, event: Any, now: float) -> None:
         without_tensors = msgspec.msgpack.Encoder(enc_hook=lambda tensor: b"")
-        typed = [(type(one).__name__, without_tensors.encode(one)) for one in astuple(event)]
+        typed = [(type(value).__name__, without_tensors.encode(value)) for value in astuple(event)]
         self._frame(msgspec.msgpack.encode((now, type(event).__name__, typed)))
 
     def _frame(self, frame: bytes) -> None:

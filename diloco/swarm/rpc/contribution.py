@@ -104,8 +104,8 @@ class ContributionServer:
         """Give the core a payload (uint8) that is what its line says."""
         line, begun_at = push.line, self._context.now()
         if not self._context.core.wants(line):
-            said = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
-            raise PayloadError(said)
+            reason = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
+            raise PayloadError(reason)
         most = self._replica.payloads[line.fragment].nbytes - 1
 
         def acknowledge(nbytes: int) -> None:
@@ -120,8 +120,8 @@ class ContributionServer:
         with offences():  # the contributor signed that, and whoever passes it on has looked
             norm = await in_thread(self._replica.payload_norm, line.fragment, payload)
             if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
-                said = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
-                raise PayloadError(said)
+                reason = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
+                raise PayloadError(reason)
         await stream.send(Got(payload.numel()))
         age_s = push.age_s + self._context.now() - begun_at
         self._context.do(events.Delivered(stream.peer, line, payload, age_s))

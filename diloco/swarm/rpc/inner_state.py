@@ -95,7 +95,7 @@ async def fetch_inner(
 
 def _donors(core: Peer, rng: random.Random) -> list[str]:
     members = core.facts.members.all()
-    able = [one for one in members if one.status.trains and not one.status.leaves]
+    able = [member for member in members if member.status.trains and not member.status.leaves]
     drawn = rng.sample(able, len(able))
     # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together
     # with this one.

@@ -128,7 +128,7 @@ def _advice(places: list[str], reply: ProbeReply) -> str:
     if reply.reached and _is_place(reply.reached[0]):
         announce = f"'swarm.announce=[{reply.reached[0]}]'"
         return f"others reach this peer at another address than it says; add {announce}"
-    ports = (place.split("/tcp/")[1].split("/")[0] for place in places if "/tcp/" in place)
+    ports = (address.split("/tcp/")[1].split("/")[0] for address in places if "/tcp/" in address)
     port, observed = next(ports, "4100"), reply.observed
     family, host = observed.split("/")[1:3] if host_of(observed) else ("ip4", "PUBLIC_IP")
     return (

@@ -71,8 +71,8 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
     async def announced(self) -> dict[str, list[str]]:
         """Addresses, which may be any text, by peer; raises as `announce`."""
         with _connected():
-            found = await self._node.get(self._key, latest=True)
-        records = found.value if found is not None and isinstance(found.value, dict) else {}
+            stored = await self._node.get(self._key, latest=True)
+        records = stored.value if stored is not None and isinstance(stored.value, dict) else {}
         return {peer: list(record.value) for peer, record in records.items()}
 
     async def shutdown(self) -> None:
@@ -109,7 +109,7 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
             case _:
                 return "is not signed"
         value = _unpack(packed)
-        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        texts = isinstance(value, list) and all(isinstance(address, str) for address in value)
         return None if texts else "holds no addresses"
 
     def merge_with(self, other: Any) -> bool:

@@ -66,18 +66,19 @@ async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
 
 
 async def _call(p2p: P2P, address: str) -> str:
-    place, _, peer = address.rpartition("/p2p/")
+    multiaddr, _, peer = address.rpartition("/p2p/")
     try:
-        await p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
+        await p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(multiaddr)])
     except (ControlFailure, P2PDaemonError, OSError, ValueError) as error:
         # The daemon writes one line for each address that it knows of the peer; only this one
         # matters.
-        lines = [line for line in str(error).splitlines() if f"[{place}]" in line] or [str(error)]
-        said = lines[-1].lower()
-        if place.startswith("/dns") and "no good addresses" in said:
+        text = str(error)
+        lines = [line for line in text.splitlines() if f"[{multiaddr}]" in line] or [text]
+        reason = lines[-1].lower()
+        if multiaddr.startswith("/dns") and "no good addresses" in reason:
             return _NO_NAME
         return next(
-            (why for text, why in _REASONS.items() if text in said), "no peer answers there"
+            (why for words, why in _REASONS.items() if words in reason), "no peer answers there"
         )
     return ""
 
@@ -99,8 +100,8 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     /tmp, which may be read-only or full.
     """
     _allow_descriptors()
-    place = gettempdir()
-    sockets = f"/unix{place if len(place) < 64 else '/tmp'}/hivemind-"
+    folder = gettempdir()
+    sockets = f"/unix{folder if len(folder) < 64 else '/tmp'}/hivemind-"
     kind = type(kind.__name__, (kind,), {"_UNIX_SOCKET_PREFIX": sockets})
     loop, started = asyncio.get_running_loop(), list[Process]()
 

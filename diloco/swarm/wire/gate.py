@@ -98,8 +98,8 @@ class Gate:
                 with contextlib.suppress(*BROKEN):
                     await self._exchange_revocations(stream, mine, theirs)
         except PayloadError as error:
-            said = f"{peer} does not greet as a peer of a run does: {error}"
-            raise ConnectionError(said) from None
+            text = f"{peer} does not greet as a peer of a run does: {error}"
+            raise ConnectionError(text) from None
         finally:
             stream.close()
         if reason is not None:
@@ -288,9 +288,9 @@ def gate_for(
             raise ConfigError(KEYLESS)
         return Gate()
     elif not public:
-        said = f"run.key={run_key} is the key of a run that admits invited peers only"
+        problem = f"run.key={run_key} is the key of a run that admits invited peers only"
         remedy = "swarm.token=@FILE with an invitation, or swarm.key_path=FILE if the run is yours"
-        raise ConfigError(f"{said}; give {remedy}")
+        raise ConfigError(f"{problem}; give {remedy}")
     elif not trains:
         remedy = "give swarm.token=@FILE, or use diloco join"
         raise ConfigError(f"whoever hosts a public run is invited; {remedy}")
@@ -316,8 +316,8 @@ def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
         why = f"swarm.token is for run.id={grant.run_id}, and this is run.id={run_id}"
         why += "; ask for another"
     elif run_key not in (None, grant.run_key.hex()):
-        said = f"run.key={run_key} is not the key that signed swarm.token"
-        why = f"{said}; ask the owner for another one"
+        problem = f"run.key={run_key} is not the key that signed swarm.token"
+        why = f"{problem}; ask the owner for another one"
     if why:
         raise ConfigError(why)
 

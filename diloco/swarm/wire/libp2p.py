@@ -75,11 +75,11 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
                 why = f"no address in {path} after {timeout_s:.0f} s"
                 raise SwarmError(f"swarm.initial_peers: {why}")
             await asyncio.sleep(0.05)
-        found = addresses_in(path) if entry.startswith("@") else [entry]
-        if not found:
+        listed = addresses_in(path) if entry.startswith("@") else [entry]
+        if not listed:
             remedy = "put the address of a peer, or the link of an invitation, into it"
             raise ConfigError(f"{entry} is empty; {remedy}")
-        addresses += found
+        addresses += listed
     for address in addresses:
         peer_id_of(address)
     return addresses
@@ -116,11 +116,12 @@ def _nobody(outcome: Mapping[str, str]) -> str:
     by_reason: dict[str, list[str]] = {}
     for address, why in outcome.items():
         by_reason.setdefault(why, []).append(address)
-    said = ", nor ".join(f"{','.join(addresses)}: {why}" for why, addresses in by_reason.items())
+    failures = [f"{','.join(addresses)}: {why}" for why, addresses in by_reason.items()]
     remedy = "check that a peer is running there and that its port is open"
     if by_reason.keys() <= LOCAL:
         remedy = "check the name and the network of this machine"
-    return f"{said.replace(': ', ' cannot be reached: ', 1)}; {remedy}"
+    text = ", nor ".join(failures).replace(": ", " cannot be reached: ", 1)
+    return f"{text}; {remedy}"
 
 
 class Libp2p:
@@ -188,7 +189,7 @@ class Libp2p:
             await self._meet(seeds, "swarm.initial_peers=")
             if listens:
                 visible = await self._p2p.get_visible_maddrs()
-                self.addresses = best_first([str(one) for one in visible])
+                self.addresses = best_first([str(address) for address in visible])
             self.reachable = bool(self.addresses)
             # Within one machine nobody doubts that others can call this peer, unless it names an
             # address.

@@ -64,7 +64,7 @@ class Tasks:
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
         late = [task for task in tasks if not task.done()]
-        return [getattr(one.get_coro(), "__qualname__", one.get_name()) for one in late]
+        return [getattr(task.get_coro(), "__qualname__", task.get_name()) for task in late]
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)

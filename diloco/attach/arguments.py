@@ -3,9 +3,9 @@
     outer < keywords             -> `OuterConfig`
     address < network < keywords -> `SwarmConfig`
 
-Some settings have other names where they come from: `swarm.initial_peers` is `address` here. So an
-error that names one is raised again in the caller's words. A peer that comes back to a run, in the
-same process or another, has the key that it had, calls whom it knew, and listens where it did.
+Some settings are called differently here: `swarm.initial_peers` is the argument `address`. An error
+that names a setting is therefore raised again with the caller's name for it. A peer that comes back
+to a run, in this process or another, uses its old key, old ports and the addresses that it knew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from diloco.swarm.wire.identity import identity_number, own_id
 from diloco.swarm.wire.libp2p import check_free
 from diloco.text import expanded
 
-COME_BACK_S = 30.0  # in which the peer at the given address may come back, too
+COME_BACK_S = 30.0  # how long to retry: the peer at the given address may be restarting, too
 NAMED = 16  # addresses of other peers that are remembered
 LOWER_RATE = "lower the optimizer's learning rate"
 
@@ -57,9 +57,9 @@ _TYPED = {"swarm.initial_peers": "address", "swarm.identity_path": "identity"}
 _TYPED |= {"run.id": "run_id", "run.key": "key"}
 _NAMES = re.compile("|".join(map(re.escape, _TYPED)) + r"|\bswarm\.(?=[a-z_]+[=:])")
 _NOBODY = "; if it had made all its steps before this peer came, start it with min_peers=2"
-# as which arguments of `Swarm` these have names of their own
+# settings whose argument of `Swarm` has another name
 _OTHERWISE = {"initial_peers", "identity_path"}
-# directories with keys that nobody uses, by run
+# by run: directories with a key that no peer of this process uses now
 _free_keys: defaultdict[str, list[Path]] = defaultdict(list)
 
 
@@ -71,7 +71,7 @@ def outer_of(
 ) -> tuple[OuterConfig, bool]:
     """The settings of the outer step; `outer` may be a preset, a file of configs/outer.
 
-    The second is whether the number of fragments follows from the size of the model. Raises
+    The flag is True if the number of fragments follows from the size of the model. Raises
     `ConfigError`.
     """
     laid: dict[str, Any] = {"method": "diloco"}
@@ -79,7 +79,7 @@ def outer_of(
         laid, outer = outer_preset(outer), None
     elif isinstance(outer, OuterConfig):
         if not keywords and outer.method == "diloco":
-            return outer, False  # whoever has the settings of a run has this object
+            return outer, False  # `diloco train` passes the settings of its run
         outer = outer.model_dump()
     settings = {**(outer or {}), **keywords}
     _check_names(settings, OuterConfig.model_fields)
@@ -88,7 +88,7 @@ def outer_of(
             f"method={settings['method']}: a Swarm makes outer steps; diloco train has other"
             " methods"
         )
-    laid.pop("rounds", None)  # it follows from a budget, which a loop of one's own does not have
+    laid.pop("rounds", None)  # computed from a budget, which a custom loop does not have
     has_rule = "${diloco.fragments_for:" in str(laid.get("fragments"))
     by_size = has_rule and "fragments" not in settings
     if by_size:
@@ -151,9 +151,9 @@ def _check_names(given: Iterable[str], known: Iterable[str]) -> None:
 
 @contextmanager
 def as_typed(typed: bool = True, remedy: str = LOWER_RATE) -> Iterator[None]:
-    """Errors inside name the arguments of `Swarm`, if these were `typed`.
+    """Raise errors of the block again with the names of `Swarm`'s arguments, if `typed`.
 
-    `remedy` is for training that diverges.
+    `remedy` replaces the advice of a `DivergedError`.
     """
     try:
         yield
@@ -173,16 +173,16 @@ def as_typed(typed: bool = True, remedy: str = LOWER_RATE) -> Iterator[None]:
 
 
 class PeerArguments:
-    """What a `Swarm` was told of the run and of its peer; makes the options of the peer's node.
+    """The arguments of a `Swarm` about the run and this peer; makes the options of its node.
 
     Attributes:
-        typed: whether it is a loop of somebody's own, who typed these arguments.
-        network: as given, and then with the addresses of last time.
-        run: what the run is on the wire, on rank 0, once there are options.
-        sequences: names those that have numbers which all peers share (see `Hello`).
-        outer_steps: how many a trainer plans, or 0.
-        patience_s: for how long it calls peers that may come back, too.
-        alone_s: after which it trains though fewer than `min_peers` came back.
+        typed: True in a custom loop, whose author typed these arguments.
+        network: the settings given; after `options`, with the addresses of the last session.
+        run: the run's identity on the wire; on rank 0, after `options`.
+        sequences: name of the training sequences, if all peers number them alike (see `Hello`).
+        outer_steps: outer steps that a trainer plans, or 0.
+        patience_s: seconds for which to retry peers that may be restarting.
+        alone_s: seconds after which to train even if fewer than `min_peers` came back.
     """
 
     def __init__(
@@ -203,18 +203,18 @@ class PeerArguments:
             with as_typed(self.typed):
                 self._key = gate_for(run_id, None, network.token, network.key_path).run_key
         self.identity = None if identity in (None, "") else expanded(identity)
-        # without a file, the run's next peer in this process takes over the key
+        # without a key file, the next peer of the run in this process reuses the key
         self._free_keys = [] if runtime is not None else _free_keys[run_id]
         self._made_key: Path | None = None  # its directory
         self._refusals: Path | None = None  # the file with the memory of refusals
-        self._of_program: dict[str, Any] = {}  # what else the node is told
+        self._of_program: dict[str, Any] = {}  # further node options, from `diloco train`
         self.run: RunSpec | None = None
         self.sequences = ""
-        self.outer_steps = 0  # that a trainer plans
+        self.outer_steps = 0
         self.patience_s = self.alone_s = 0.0
 
     def use_files(self, config: Config) -> None:
-        """Let the node have what is in a run directory, and the files that the manifest names."""
+        """Give the node the run directory's files, and those that the manifest names."""
         self._refusals = config.run.dir / "refusals" / f"{self.name}.json"
         self._of_program = {
             "record": config.run.dir / NAME if config.run.record else None,
@@ -223,7 +223,7 @@ class PeerArguments:
         }
 
     def key_file(self) -> Path:
-        """Where this peer's key is, or will be."""
+        """Return the path of this peer's key, which may not exist yet."""
         if self.identity is not None:
             return self.identity
         if self._made_key is None:
@@ -235,7 +235,7 @@ class PeerArguments:
         return self._made_key / "identity.key"
 
     def seed(self, begin: int) -> int:
-        """A number (32 bits) that follows from the key, and from the step at which one begins."""
+        """Derive a 32-bit seed from the key and the inner step at which the session begins."""
         file = self.key_file()
         if self.runtime is not None:  # a simulation makes no file
             number = int.from_bytes(sha256(str(file).encode()).digest()[:6], "big")
@@ -247,12 +247,15 @@ class PeerArguments:
         return number % 2**32
 
     def position_file(self) -> Path | None:
-        """Of rank 0, where it keeps how far it has read; None without a key that is kept."""
+        """Path of rank 0's read position; None on other ranks, and without `identity`."""
         file = self.identity if self.runtime is None and RankGroup.rank_and_size()[0] == 0 else None
         return file and file.with_name(f"{file.name}.position")
 
     def put_key_into(self, checkpoints: Path) -> None:
-        """The key is with the checkpoints, unless it has a place; `ConfigError` if it is in use."""
+        """Put the key beside the checkpoints, unless `identity` is set.
+
+        Raises `ConfigError` if a key was made elsewhere already.
+        """
         if self._made_key is not None and self.identity is None:
             raise ConfigError(
                 f"checkpoints={checkpoints}: this peer's key would be there, and swarm.seed or"
@@ -261,7 +264,7 @@ class PeerArguments:
         self.identity = self.identity or checkpoints / "identity.key"
 
     def close(self) -> None:
-        """The run's next peer may have a key that was made here."""
+        """Let the run's next peer in this process reuse a key that was made here."""
         if self._made_key is not None:
             self._free_keys.append(self._made_key)
             self._made_key = None
@@ -312,7 +315,7 @@ class PeerArguments:
         return RunSpec(self.run_id, hash_of(text), text)
 
     def _come_back(self, identity: Path, saved: Saved | None, on_event: OnEvent) -> None:
-        """Call those whom this peer knew in the run, and listen where it did."""
+        """Set `network` to call the peers that were known, and to listen on the old ports."""
         assert self.run is not None
         run, given, before = self.run, self._given, saved.addresses if saved else ()
         self.network, called = called_again(given, identity, run.id, run.manifest_hash, before)
@@ -325,7 +328,7 @@ class PeerArguments:
             on_event("alone_again", fields)
 
     def remember(self, record: PeerRecord) -> None:
-        """Keep for the next time where this peer is, and whom it knows."""
+        """Save this peer's addresses and those that it knows, for its next session."""
         if self.runtime is None and self.run is not None:
             key, run = self.key_file(), self.run.manifest_hash
             remember(key, run, record.addresses, record.others)
@@ -337,19 +340,19 @@ def _remove(directory: Path, process: int) -> None:
 
 
 def known_by(identity: Path, run: str | None = None) -> tuple[list[str], list[str]]:
-    """Addresses of the peer with this key, and of others, if its last run was that one (or any)."""
+    """Return saved addresses of the peer with this key, and of others; empty for another run."""
     try:
         record = json.loads(_addresses_file(identity).read_text())
         both = [[a for a in record[key] if address_error(a) is None] for key in ("own", "others")]
         return (both[0], both[1]) if run in (None, record["run"]) else ([], [])
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or half of one
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
         return [], []
 
 
 def remember(identity: Path, run: str, own: Sequence[str], others: Sequence[str]) -> None:
-    """Write what `known_by` reads; others that were known before stay."""
+    """Write the addresses for `known_by`; other peers known before are kept."""
     others = list(dict.fromkeys((*others, *known_by(identity, run)[1])))[:NAMED]
-    with suppress(OSError):  # no run ends for it
+    with suppress(OSError):  # a full disk must not end a run
         text = json.dumps({"run": run, "own": list(own), "others": others})
         _addresses_file(identity).write_text(text)
 
@@ -361,10 +364,10 @@ def _addresses_file(identity: Path) -> Path:
 def called_again(
     network: SwarmConfig, identity: Path, run_id: str, manifest_hash: str, saved: Sequence[str]
 ) -> tuple[SwarmConfig, list[str]]:
-    """The settings with the addresses of last time, and those of other peers that were known.
+    """Return the settings with this peer's old ports, and the addresses of peers that it knew.
 
-    These are beside the key, or `saved`. Who founded the run joins at those that answer. If nobody
-    does, or they train another run, it goes on alone.
+    The addresses come from the file beside the key and from `saved`. The founder of the run, which
+    has no `initial_peers`, joins those that answer, or starts alone if none of the run does.
     """
     own, others = known_by(identity, manifest_hash)
     known = list(dict.fromkeys((*others, *saved)))
@@ -372,7 +375,7 @@ def called_again(
     if known and not network.initial_peers:
         gate = observer_gate(run_id, network.token, network.key_path)
         addresses = ()
-        with suppress(SwarmError), ThreadPoolExecutor(1) as thread:  # a notebook's has a loop
+        with suppress(SwarmError), ThreadPoolExecutor(1) as thread:  # notebooks run a loop here
             info = thread.submit(inspect_swarm, known, identity, gate=gate).result()
             if hash_of(info.manifest_text) == manifest_hash:
                 addresses = tuple(info.addresses)
@@ -381,7 +384,7 @@ def called_again(
 
 
 def _with_ports(listen: str, own: Sequence[str]) -> list[str]:
-    """A multiaddr that leaves the port open, with those that this peer had."""
+    """Return `listen` with each port that this peer had, if its own port is 0 (any)."""
     parts = listen.split("/")
     if len(parts) < 5 or parts[4] != "0":
         return []

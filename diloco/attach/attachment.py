@@ -40,8 +40,8 @@ class Attachment:
         steps, tokens, discarded_tokens: this peer's own, over all its sessions.
         inner_step, target_steps: of the cycle under way; unsent_tokens: in no contribution yet.
         counted_tokens: of the coming inner step, so far.
-        exchanged: whether the last `optimizer.step()` ended in an exchange.
-        interrupted: whether the loop has to end before the budget is used up.
+        exchanged: True if the last `optimizer.step()` ended in an exchange.
+        interrupted: True if the loop has to end before the budget is used up.
         ended_by: the signal that ends it, or 0.
         node: the swarm node; None before entering, and on ranks > 0.
 
@@ -71,9 +71,9 @@ class Attachment:
         self.steps = self.tokens = self.discarded_tokens = 0
         self.inner_step, self.target_steps, self.unsent_tokens = 0, outer.sync_every, 0
         self.exchanged, self.interrupted, self.ended_by = False, False, 0
-        self.stop_asked: int | None = None  # by a signal of that number, or 0
-        self._phase, self._in_block = Phase.NEW, True  # a `with` block ends it
-        self._is_kept = False  # the model, as the loop has left it
+        self.stop_asked: int | None = None  # number of the signal that asked, or 0
+        self._phase, self._in_block = Phase.NEW, True  # True: a `with` block closes it
+        self._is_kept = False  # True: the loop wrote to the model last, so it stays as it is
         self.node: NodeThread | None = None
         self._rows: ShardedParams | None = None  # of several ranks, or of one with FSDP2
         self._runtime, self._exchange = runtime, ExitStack()  # the exchange under way
@@ -111,7 +111,7 @@ class Attachment:
         self._hook = StepHooks(self._optimizer, self._before_step, self._after_step)
         self._phase = Phase.TRAINING
         self.phases.switch("compute")
-        self._in_block &= not self.ended_by  # or no block comes
+        self._in_block &= not self.ended_by  # a signal while joining: no block is entered
         self._end_loop()
         return self
 
@@ -126,7 +126,7 @@ class Attachment:
             self.phases.switch(None)
             finished = finished and not self.interrupted
             self._program.on_leave(kind)
-            # the loop may have said so already
+            # after an error in the loop, divergence would only hide it
             with suppress(DivergedError) if kind else nullcontext():
                 if self.node is not None:
                     self.node.leave(finished)
@@ -140,7 +140,7 @@ class Attachment:
             self._end_loop()
 
     def _load_anchors(self) -> None:
-        """All ranks: the model is the swarm's, unless the loop has put something else into it."""
+        """All ranks: load the anchors into the model, unless the loop wrote to it at the end."""
         self._is_kept = bool(*self.ranks.broadcast_floats([self.parameters.are_written()]))
         with restored_after(self.parameters) if self._is_kept else nullcontext():
             position = self._of_rank0(lambda: self._door.load_anchors())
@@ -156,7 +156,7 @@ class Attachment:
         self._of_rank0(lambda: self._open(fragments))
 
     def _open(self, fragments: Sequence[Fragment]) -> None:
-        options, self._options = self._options, None  # its `saved` is as large as the model
+        options, self._options = self._options, None  # frees `saved`, as large as the model
         if options is None:
             return
         saved_steps = self.steps if options.saved is not None else 0
@@ -182,9 +182,9 @@ class Attachment:
     def _of_rank0(
         self, call: Callable[[], Position | None], prepare: Callable[[], None] = nothing
     ) -> Position:
-        """All ranks: what rank 0 gets from the node, which reads and writes parameters meanwhile.
+        """All ranks: run `call` on rank 0, which may read and write parameters; return its result.
 
-        Before the first of these, ranks > 0 `prepare`, as the node has rank 0 do.
+        Ranks > 0 run `prepare` before they first take part, as the node does on rank 0.
         """
         for device in {parameter.device for parameter in self.parameters.values()}:
             train_on_current_stream(device)
@@ -196,7 +196,7 @@ class Attachment:
             self._exchange.close()
 
     def _snapshot(self) -> InnerState | None:
-        """For a joiner, called in other threads; before the first step there is none."""
+        """Copy the inner state for a joiner; None before the first step. Runs in other threads."""
         return snapshot(self._optimizer, self.parameters) if self.steps else None
 
     def _begin(self) -> None:
@@ -218,7 +218,7 @@ class Attachment:
         return self.stop_asked is not None
 
     def close_opened(self) -> None:
-        """Leave because of a signal, unless the end of a with block does it."""
+        """Leave because of a signal, unless the end of a `with` block does so."""
         if not self._in_block:
             self.close(SystemExit)
 
@@ -248,7 +248,7 @@ class Attachment:
             self._runtime.close()
 
     def forget(self) -> None:
-        """In a process that was forked from this one, which is no peer."""
+        """Drop this attachment in a forked process, which is not a peer."""
         self._phase = Phase.LEFT
         if self.node is not None:
             self.node.closed = True
@@ -275,11 +275,11 @@ class Attachment:
         return RankLeases(self.ranks, lambda: self.node, batches_ahead)
 
     def count(self, tokens: int) -> None:
-        """How many tokens the coming inner step is made of, of all ranks: its weight, or 1."""
+        """Add tokens of all ranks to the weight of the coming inner step (1 if never called)."""
         self.counted_tokens += tokens
 
     def report(self, loss: float) -> None:
-        """The mean loss of the last inner steps (nats per token), for watchers of the swarm."""
+        """Show watchers the mean loss of the last inner steps (nats per token)."""
         self._progress.loss = loss
         if self.node is not None:
             own = self.tokens, self.discarded_tokens
@@ -319,7 +319,7 @@ class Attachment:
         self._exchange.enter_context(self._guard.exchanging())
 
     def _move_on(self, position: Position) -> None:
-        """All ranks: rank 0 says where they are; perhaps a round has ended."""
+        """All ranks: take over rank 0's position, and end the round if the version has risen."""
         before = self.version
         self._go_to(position)
         if position.exchanged and not self.interrupted:
@@ -337,10 +337,10 @@ class Attachment:
                 self._program.on_event("rounds_over", {"rounds": rounds, "version": self.version})
 
     def _go_to(self, position: Position) -> None:
-        if position.stopped_by >= 0:  # a signal may reach only some ranks
+        if position.stopped_by >= 0:  # the signal may have reached other ranks only
             self.interrupted, self.ended_by = True, position.stopped_by
             return
-        # all become smaller when another history has won
+        # these may decrease, when another history of the run has won
         _, self.version, self.applied_tokens, self.discarded_tokens, *cycle = position[:7]
         self.inner_step, self.target_steps, self.unsent_tokens = cycle
 
@@ -352,7 +352,7 @@ class Attachment:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """All ranks: the parameters are the anchor inside, and afterwards what is trained."""
+        """All ranks: show the anchor in the parameters in the block, and restore them after it."""
         if self._phase is Phase.NEW or (self._phase is Phase.FINISHED and not self._is_kept):
             yield
             return
@@ -366,13 +366,13 @@ class Attachment:
 
     @contextmanager
     def checkpointing(self) -> Iterator[Saved]:
-        """Rank 0: the state at the last exchange. Its tensors may be live, and stay inside."""
+        """Rank 0: yield the state at the last exchange. Its tensors do not change in the block."""
         with self._paused():
             yield self._door.snapshot(not self.outer.lockstep)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """The peer takes no inner steps inside, and is not taken for stalled."""
+        """Tell the swarm that this peer takes no inner steps in the block, and is not stalled."""
         before, node = self._phase, self.node
         if before is Phase.PAUSED or (node is not None and node.closed):
             yield

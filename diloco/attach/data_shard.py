@@ -2,10 +2,10 @@
 stream.
 
     dataset[i]             -> dataset[order[i]]          each peer draws its order by its seed
-    item 0, item 1, ...    -> those that are this peer's  each item has one owner among the peers
+    item 0, item 1, ...    -> the items of this peer      each item has one owner among the peers
 
-Rendezvous hashing finds the owner of an item: all peers that agree on who is there agree on it
-without talking. When a peer goes, its items, and no others, go to the rest.
+Rendezvous hashing finds the owner of an item: peers with the same list of members find the same
+owner without talking. When a peer leaves, only its own items get another owner.
 
 A peer notes beside its key how far it has read, and its next session goes on from there.
 """
@@ -30,31 +30,31 @@ from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
 from diloco.rundir.files import write_atomic
 
-MOST = 4096  # peers
-SLOTS = 64  # of the loop itself, and of workers of its DataLoader
-WORKERS = 2**48  # numbers of items that one worker of a DataLoader may count
+MOST = 4096  # peers that share a stream
+SLOTS = 64  # counters: one of the loop itself, the others of workers of its DataLoader
+WORKERS = 2**48  # most items that one worker of a DataLoader numbers
 
 
 class ActivePeers:
     """The peers that share a stream, in shared memory, for workers of a DataLoader.
 
-    Without any, each item is this peer's.
+    While the list is empty, this peer owns every item.
     """
 
     def __init__(self) -> None:
-        # how many, this peer, all peers
+        # number of peers, number of this peer, numbers of all peers
         self._numbers = torch.zeros(2 + MOST, dtype=torch.int64, device="cpu")
         self._numbers.share_memory_()  # type: ignore[no-untyped-call]
 
     def are(self, me: str, peers: Iterable[str]) -> None:
-        """These are there, this one included."""
+        """Set the peers that share the stream, this one included."""
         numbers = sorted(map(_number, peers))[:MOST]
         self._numbers[2 : 2 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._numbers[1] = _number(me)
         self._numbers[0] = len(numbers)
 
     def owns(self, item: int) -> bool:
-        """Whether the item of that number is this peer's."""
+        """Return True if this peer owns the item of that number."""
         count, me, *peers = self._numbers[: 2 + int(self._numbers[0])].tolist()
         ranked = max(peers, key=lambda peer: sha256(f"{item}:{peer}".encode()).digest(), default=me)
         return count == 0 or bool(me == ranked)
@@ -70,8 +70,8 @@ class ReadPosition:
     Where the file is lost, or cannot be written, that session begins at the first row.
 
     Attributes:
-        steps: the swarm's, at the end of the last session; 0 in the first one.
-        ranks: gives those of this peer, once it has any.
+        steps: inner steps of the swarm at the end of the last session; 0 in the first one.
+        ranks: returns the ranks of this peer, or None before it has any.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ReadPosition:
         self._file, self.steps, self._before = file, 0, dict[str, list[int]]()
         self.ranks = ranks
         self._rows: dict[str, Tensor] = {}
-        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half of one
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or an incomplete one
             saved: Any = json.loads(file.read_bytes()) if file else {"steps": 0, "rows": {}}
             self.steps, self._before = int(saved["steps"]), dict(saved["rows"])
 
     def rows(self, name: str) -> Tensor:
-        """(SLOTS,) int64, in shared memory: rows of this data that each process has read."""
+        """Return (SLOTS,) int64, in shared memory: rows of this data read by each process."""
         if name not in self._rows:
             numbers = self._rows[name] = torch.zeros(SLOTS, dtype=torch.int64, device="cpu")
             for slot, count in enumerate(self._before.get(name, ())[:SLOTS]):
@@ -94,17 +94,17 @@ class ReadPosition:
         return self._rows[name]
 
     def count(self, name: str, is_part: bool) -> int:
-        """Rows read before this session; all ranks ask together, but for each one's part."""
+        """Return rows read before this session; all ranks call it, unless each has its own part."""
         size = RankGroup.rank_and_size()[1]
         if is_part and size > 1:
             return 0
         return of_rank0(lambda: sum(self._before.get(name, ())) * size, self.ranks())
 
     def note(self, steps: int) -> None:
-        """The next session begins here."""
+        """Save the position, at which the next session begins."""
         rows = {name: numbers.tolist() for name, numbers in self._rows.items()}
         if self._file is not None:
-            with suppress(OSError):  # no run ends for it
+            with suppress(OSError):  # a full disk must not end a run
                 write_atomic(self._file, json.dumps({"steps": steps, "rows": self._before | rows}))
 
 
@@ -114,7 +114,7 @@ def _slot() -> int:
 
 
 class _OwnRows(Subset[Any]):
-    """Rows of a dataset in an order of this peer's own, from those on that it has not read yet."""
+    """Rows of a dataset in this peer's own order, without those that it has read already."""
 
     def __init__(self, dataset: Any, order: array[int], rows: Tensor, begin: int) -> None:
         super().__init__(dataset, order[begin:] + order[:begin])
@@ -143,7 +143,7 @@ Share = ActivePeers | _FixedPart
 
 
 def _is_own(share: Share, item: object, number: int) -> bool:
-    """Workers of a DataLoader count the items that they get each."""
+    """Return True if this peer owns the item; each worker of a DataLoader numbers its own items."""
     worker = get_worker_info()
     return share.owns(number if worker is None else worker.id * WORKERS + number)
 
@@ -151,7 +151,7 @@ def _is_own(share: Share, item: object, number: int) -> bool:
 class _SharedStream(IterableDataset[Any]):
     """This peer's share of a stream, which is read whole and passed on in part.
 
-    The first pass of a session leaves out what the last session has read.
+    The first pass of a session skips the items that the last session has read.
     """
 
     def __init__(self, stream: Iterable[Any], share: Share, rows: Tensor) -> None:
@@ -167,7 +167,7 @@ class _SharedStream(IterableDataset[Any]):
                     self._rows[slot] = count
                     yield item
             self._rows[slot] = 0
-            if count > before:  # else the last session had read all of it
+            if count > before:  # else the last session had read the whole stream
                 return
 
 
@@ -179,9 +179,9 @@ def shard(
     of: int | None,
     position: ReadPosition,
 ) -> Any:
-    """As `Swarm.shard`; `seed` and `active` are called where they are needed.
+    """As `Swarm.shard`; `seed` and `active` are called only where they are needed.
 
-    `seed` is told whether a session has one of its own.
+    `seed` gets True where the seed may differ between sessions.
     """
     part = None if index is None or of is None else _FixedPart(index, of)
     if (index, of) != (None, None) and (part is None or not 0 <= part.first < part.of):
@@ -203,7 +203,7 @@ def shard(
         return dataset[begin:end]
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if indexed and not isinstance(dataset, IterableDataset):
-        # its own methods return one of its datasets, which trainers know how to use
+        # the library's own methods return a `datasets.Dataset`, which trainers know how to use
         if library == "datasets" and part is None:
             return dataset.shuffle(seed=seed(True))
         if library == "datasets" and part is not None:
@@ -228,7 +228,7 @@ def shard(
 
 
 def of_rank0(number: Callable[[], int], ranks: RankGroup | None) -> int:
-    """All ranks, also before there is a group of `ranks`: what rank 0 gets."""
+    """All ranks: call `number` on rank 0 and return its result, also before `ranks` exist."""
     rank, size = RankGroup.rank_and_size()
     if size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(

@@ -21,16 +21,16 @@ from diloco.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-KINDS = ("cuda", "xpu", "mps")  # a torch knows one of them
+KINDS = ("cuda", "xpu", "mps")  # a build of torch supports one of them
 # From data sheets: 10^12 operations per second in bf16 (T4, V100: fp16), added up in fp32, without
-# sparsity. The first pattern that is in a device's name counts; of GeForce cards others have longer
-# names.
+# sparsity. The first pattern that is in a device's name counts; `$` is the end of the name, as
+# laptop versions of the GeForce cards have longer names.
 PEAKS = """
 GB200: 2500, B200: 2250, G?H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, A100: 312, A40:
 149.7, A30: 165, A10: 125, L40S: 362, L40: 181, L4: 121, V100-SXM2: 125, T4: 65, RTX A6000: 154.8,
 RTX 5090$: 209.5, RTX 4090$: 165.2, RTX 3090$: 71, MI300X: 1307.4, MI325X: 1307.4
 """
-REFUSED_S = 30.0  # rank 0 says why, and torchrun then ends the others
+REFUSED_S = 30.0  # the other ranks wait, until torchrun ends them after rank 0's error
 
 
 @contextmanager
@@ -44,12 +44,12 @@ default_modes = _default_modes()
 
 
 def place(kind: str, index: int) -> str:
-    """The value of train.device that means a device."""
+    """Return the value of train.device for a device."""
     return f"{kind}:{index}" if kind != "mps" else kind
 
 
 def count_devices() -> tuple[str, int]:
-    """The kind of the accelerators that are here, and how many; `("cpu", 0)` without any."""
+    """Return kind and number of this machine's accelerators; `("cpu", 0)` without any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in KINDS:
         return "cpu", 0
@@ -57,10 +57,10 @@ def count_devices() -> tuple[str, int]:
 
 
 def choose(setting: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """The device that train.device means for a rank, one of `local_size` on this machine.
+    """Return the device of train.device for a rank, one of `local_size` on this machine.
 
-    Without a number a rank takes the one of its own number. Raises `ConfigError` if that is not
-    there.
+    Without a number in the setting it is the device number `local_rank`. Raises `ConfigError` if
+    this machine has no such device.
     """
     wanted, _, number = setting.partition(":")
     kind, count = ("cpu", 0) if wanted == "cpu" else count_devices()
@@ -87,7 +87,7 @@ def _words(kind: str, count: int) -> str:
 
 
 def pick_device(setting: str) -> torch.device:
-    """The device of this process, by torchrun's environment; it becomes the current one.
+    """Choose the device of this process by torchrun's environment, and make it the current one.
 
     With LOCAL_RANK alone a process is one of several peers, which take the devices in turn. Where
     the device is not there, one rank raises `ConfigError`, and the others wait: torchrun ends all
@@ -107,14 +107,14 @@ def pick_device(setting: str) -> torch.device:
         time.sleep(REFUSED_S)
         raise SystemExit(ConfigError.exit_code) from None
     if device.index is not None:
-        # or libraries would take memory of the first one
+        # else libraries would allocate memory on the first device
         torch.accelerator.set_device_index(device.index)
     return device
 
 
 def backend_of(device: torch.device, setting: str = "auto") -> str:
     """The backend of torch.distributed for tensors of a device, chosen by train.device."""
-    # ranks that were given numbers may have equal ones; NCCL refuses two ranks of one device
+    # ranks whose setting has a number may share a device, which NCCL refuses
     shared = ":" in setting and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
     if device.type == "cuda" and not shared and dist.is_nccl_available():
         return "nccl"
@@ -124,7 +124,7 @@ def backend_of(device: torch.device, setting: str = "auto") -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """The hardware in a few words."""
+    """Name the hardware in a few words."""
     module: Any = torch.get_device_module(device)
     named = device.type in ("cuda", "xpu")
     return str(module.get_device_name(device)) if named else device.type.upper()
@@ -147,7 +147,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations per second of dense 16-bit matrix products, as its maker says; None if unknown."""
+    """Operations per second of dense 16-bit matrix products (data sheet); None if unknown."""
     for pattern, peak in re.findall(r"([^:,\n]+): ([\d.]+)", PEAKS):
         if re.search(rf"\b{pattern.strip()}(?!\w)(?!.* MIG )", name_of(device)):
             return 1e12 * float(peak)
@@ -163,13 +163,13 @@ def native_precision(device: torch.device) -> Precision:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has done all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give unused memory of the device back to it."""
+    """Release unused cached memory of the device."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
@@ -178,14 +178,14 @@ def empty_cache(device: torch.device) -> None:
 
 
 def forked_random(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which the generators of CPU and device go on as before it."""
+    """Return a context after which the generators of CPU and device are as before it."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def seed_random(device: torch.device, seed: int) -> None:
-    """Begin the generators of the CPU and of the device at this seed."""
+    """Seed the generators of the CPU and of the device."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
@@ -221,7 +221,7 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {
         "torch": torch.get_rng_state(),  # (5056,) uint8
         "python": torch.tensor(words),  # (625,) int64
-        # (624,) int64, as torch supports little of uint32
+        # (624,) int64, because torch has few operations on uint32
         "numpy": torch.tensor(twister["key"].astype(numpy.int64)),
         **random_states(),
     }

@@ -1,5 +1,5 @@
-"""Door from a training loop to the swarm node that runs beside it; the sequences that the node
-leases to it, and the figures of its training that the node tells the swarm."""
+"""Calls from a training loop to the swarm node in another thread; the sequences that the node
+leases to the loop, and the training figures that the node shows to the swarm."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class NodeThread:
     """Node of a peer, as the thread that trains sees it.
 
     Each method is one call to the thread of the node, and returns when it is done there; a
-    property, `interrupt`, `measure` and `end_alone_after` do not wait. What a closed node knows can
-    still be asked. A task of the node that failed raises its error again in the methods that wait.
+    property, `interrupt`, `measure` and `end_alone_after` do not wait. Properties of a closed node
+    can still be read. The error of a failed task of the node is raised in the methods that wait.
     """
 
     def __init__(self, node: Node, runtime: Runtime) -> None:
@@ -51,7 +51,7 @@ class NodeThread:
         patience_s: float = 0.0,
         is_asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> NodeThread:
-        """Connect a node to the swarm, for so long again and again if nobody answers."""
+        """Connect a node to the swarm; retry for so many seconds if nobody answers."""
         until, calls = time.monotonic() + patience_s, 0
         while True:
             try:
@@ -73,7 +73,7 @@ class NodeThread:
         return self._runtime.call(self.node.wait_until_ready())
 
     def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
-        """A trainer's inner optimizer state; None if nobody has any."""
+        """Fetch the inner optimizer state of a peer that trains; None if no peer has one."""
         return self._runtime.call(self.node.fetch_inner(layout))
 
     def join(self, cold: bool) -> Position:
@@ -85,11 +85,11 @@ class NodeThread:
         return self._runtime.call(self.node.after_step(tokens, steps_per_s, prepare))
 
     def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be."""
+        """Wait until this peer's contributions are in a version, or can no longer be."""
         self._runtime.call(self.node.finish())
 
     def leave(self, finished: bool) -> None:
-        """Say goodbye, after what was learned is sent, unless training is `finished`."""
+        """Say goodbye; unless training is `finished`, send what was learned before."""
         self._runtime.call(self.node.leave(finished))
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class NodeThread:
             self._runtime.call(self.node.close())
 
     def interrupt(self, number: int) -> None:
-        """End all waiting, now and later; the handler of the signal `number` may call it."""
+        """End all waiting, now and later; can be called by the handler of the signal `number`."""
         self._runtime.call_soon(self.node.interrupt, number)
 
     # -- pauses ------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class NodeThread:
         self._runtime.call(self.node.pause())
 
     def resume(self, exchanges: bool, steps_per_s: float, prepare: Callable[[], None]) -> Position:
-        """Go on; with `exchanges` from what is new by now."""
+        """Continue after `pause`; with `exchanges`, catch up with the swarm first."""
         return self._runtime.call(self.node.resume(exchanges, steps_per_s, prepare))
 
     def snapshot(self, copies: bool) -> Saved:
@@ -130,7 +130,7 @@ class NodeThread:
     # -- what it knows -----------------------------------------------------------------------------
 
     def _look(self, question: Callable[..., T], *arguments: Any) -> T:
-        """Return the answer of a function of the node, where nothing moves meanwhile."""
+        """Call a function in the thread of the node, or here once the node is closed."""
         if self.closed:
             return question(*arguments)
 
@@ -159,7 +159,7 @@ class NodeThread:
 
     @property
     def advice(self) -> str:
-        """Advice for its user, if others cannot connect."""
+        """Advice for the user, if others cannot connect to this peer."""
         return self.node.advice
 
     @property
@@ -175,7 +175,7 @@ class NodeThread:
 
     @property
     def planned_rounds(self) -> int:
-        """Exchanges over which the outer momentum rises; 0 where nobody plans."""
+        """Exchanges over which the outer momentum rises; 0 if no peer plans any."""
         return self.node.core.facts.planned[-1]
 
     @property
@@ -186,7 +186,7 @@ class NodeThread:
     # -- what it is told ---------------------------------------------------------------------------
 
     def measure(self, figures: Figures) -> None:
-        """Figures for watchers, with the next heartbeat."""
+        """Show figures to watchers with the next heartbeat."""
         self._runtime.call_soon(self.node.core.measure, figures)
 
     def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
@@ -194,13 +194,13 @@ class NodeThread:
         self._look(self.node.recorder.add_samples, version, written)
 
     def end_alone_after(self, seconds: float) -> None:
-        """Begin alone if nobody whom this peer knew has come by then."""
+        """Begin alone if no peer that this one knew has come after so many seconds."""
         self._runtime.call_soon(self.node.end_alone_after, seconds)
 
     # -- its data ----------------------------------------------------------------------------------
 
     def plan_round(self, sequences: int) -> None:
-        """Plan that the loop takes so many sequences in a round."""
+        """Have sequences leased for a loop that takes so many in a round."""
         self.node.leased.plan_round(sequences)
 
     def take(self, number: int, ahead: int) -> tuple[fields.Units | None, fields.Units]:
@@ -213,7 +213,7 @@ class NodeThread:
 class RankLeases:
     """Work units that the swarm leases to a peer (`data.Leases`), on all its ranks.
 
-    `node` gives the node, once there is one; None on ranks > 0.
+    `node` returns the node, once there is one; None on ranks > 0.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class RankLeases:
         self._coming: fields.Units = ()
 
     def take(self, number: int) -> fields.Units | None:
-        """All ranks: the next `number` sequences, or None while so many are not leased."""
+        """All ranks: take the next `number` sequences; None while fewer are leased."""
         node = self._node()
         taken = (None, ()) if node is None else node.take(number, self._batches_ahead * number)
         units, self._coming = self._ranks.broadcast(taken)
@@ -235,41 +235,41 @@ class RankLeases:
 
 
 class Progress:
-    """How fast a peer trains, and where its time goes: what it tells the swarm.
+    """Training speed of a peer, and the phases of its rounds, as shown to the swarm.
 
-    `steps_per_s` are inner steps per second without exchanges, since the last one; other peers plan
-    with it.
+    `steps_per_s` are inner steps per second since the last exchange, without the time of
+    exchanges; other peers plan with it.
     """
 
     def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
         self.steps_per_s = self.loss = 0.0
         self._rounds, self._seconds = 0, list[float]()  # of the last round, as in `PHASES`
         self._phases, self._clock = phases, clock
-        self._began = (0, 0.0)  # inner steps and the time when the parameters were loaded last
+        self._began = (0, 0.0)  # inner steps and time when parameters were loaded last
         self._round_began = PhaseSeconds()
 
     def begin_run(self, steps: int) -> None:
-        """The peer begins to train, after so many inner steps in its earlier sessions."""
+        """Start measuring; `steps` were made in earlier sessions."""
         self._round_began = self._phases.seconds()
         self.restart(steps)
 
     def restart(self, steps: int) -> None:
-        """Training goes on after an exchange; `steps` is the peer's count of inner steps."""
+        """Measure the speed anew after an exchange; `steps` is the peer's count of inner steps."""
         self._began = (steps, self._clock())
 
     def measure(self, steps: int) -> None:
-        """Another inner step is done."""
+        """Update the speed after an inner step."""
         before, at = self._began
         self.steps_per_s = (steps - before) / max(self._clock() - at, 1e-9)
 
     def end_round(self) -> None:
-        """A round is over: the inner steps since the one before it, and its exchange."""
+        """Close the figures of a round, which is its inner steps and its exchange."""
         now, began = self._phases.seconds(), self._round_began
         self._rounds, self._round_began = self._rounds + 1, now
         self._seconds = [max(0.0, spent) for spent in astuple(now - began)]
 
     def figures(self, tokens: int, discarded: int, sent: int, received: int) -> Figures:
-        """What watchers are shown; `sent` and `received` are bytes."""
+        """Return the figures for watchers; `sent` and `received` are bytes."""
         tokens = fields.at_most(tokens, fields.MAX_TOKENS)
         discarded = fields.at_most(discarded, fields.MAX_TOKENS)
         seconds = [fields.within_bounds(spent, fields.MAX_SECONDS) for spent in self._seconds]

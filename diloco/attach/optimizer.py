@@ -1,8 +1,8 @@
-"""The optimizer of a loop: the plain one inside what libraries wrap around it, several as one, and
-the state with which that of a late peer starts.
+"""The optimizer of a loop: unwrapping it from libraries, combining several, and transferring a
+donor's inner state to a late peer.
 
-An optimizer with masters, or with slow weights to which it returns, would undo what the swarm gives
-it, and nothing would fail: `ExchangeGuard` names it after an exchange.
+An optimizer with fp32 masters, or slow weights to which it returns, would silently undo exchanges:
+`ExchangeGuard` raises an error that names it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NONE: Parameters = {}
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer whose `step()` trains, without Accelerate's or Lightning's; several as one.
+    """Return the optimizer inside Accelerate's or Lightning's wrappers; combine a list of them.
 
-    Raises `ConfigError` for DeepSpeed's, those with masters, what is none of torch, and what undoes
-    exchanges.
+    Raises `ConfigError` for an optimizer of DeepSpeed, with masters, that is none of torch, or that
+    undoes exchanges.
     """
     if isinstance(optimizer, list | tuple):
         parts = [unwrap_optimizer(part) for part in optimizer]
@@ -51,7 +51,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
             break
         if library.partition(".")[0] not in LIBRARIES:
             _refuse_two_sequences(optimizer)
-            # a wrapper with hooks of its own tells when its step is over
+            # a wrapper that has step hooks calls them itself
             if "_optimizer_step_post_hooks" in vars(optimizer):
                 break
         optimizer = inside
@@ -73,7 +73,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def decay_of(optimizer: Optimizer) -> float:
-    """The share of the parameters that a step takes away: rate times weight decay, as of AdamW."""
+    """Share by which a step shrinks the parameters: learning rate times weight decay (AdamW)."""
     groups = optimizer.param_groups
     return max(
         float(group.get("lr", 0.0)) * float(group.get("weight_decay", 0.0)) for group in groups
@@ -92,37 +92,37 @@ def _refuse_two_sequences(optimizer: Any) -> None:
 
 
 class ExchangeGuard:
-    """Watches some steps after exchanges for what undoes these: the loop, or its optimizer.
+    """Checks after exchanges that neither the loop nor its optimizer undoes them.
 
-    1. An exchange, the first of which is to join, moves the parameters by `way`. A copy of them,
-       such as an average in the loop, or masters or slow weights in the optimizer, stays behind.
-    2. The loop writes its copy back before the next step (`check_kept`), or a step does: it goes
-       along `-way`, and the others where gradients point, which is hardly along `way`.
-    3. So one step that goes back, unlike all others, is the fault (`check_step`). It takes three
-       steps to tell, and some hundred parameters.
+    1. An exchange moves the parameters by `way`; joining is the first. A copy of them stays behind:
+       an average in the loop, or masters or slow weights in the optimizer.
+    2. The loop writes its copy back before the next step (`check_kept`), or a step of the optimizer
+       does. That step moves along `-way`; other steps follow gradients, hardly along `way`.
+    3. So a single step that goes back is an error (`check_step`). Detection needs three steps, and
+       some hundred parameters.
     """
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self._to_watch = STEPS_WATCHED
-        self._way: Tensor | None = None  # of the last exchange, of some values
-        self._given: Tensor | None = None  # by it, until the next step begins
-        self._start: Tensor | None = None  # of the step under way
-        # by step since then: the share of the way that it went, and the cosine between both
+        self._way: Tensor | None = None  # sampled move of the last exchange
+        self._given: Tensor | None = None  # sample after that exchange, until the next step begins
+        self._start: Tensor | None = None  # sample before the step under way
+        # by step since the exchange: share of `_way` that it moved, and cosine with `_way`
         self._steps: list[tuple[float, float]] = []
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Around an exchange."""
+        """Measure by how far the exchange in the block moves the parameters."""
         before = self._sample() if self._to_watch else None
         yield
         if before is not None:
             self._given = self._sample()
             self._way = self._given - before
-            self._steps.clear()  # shares of another way tell nothing of this one
+            self._steps.clear()  # they were measured along another way
 
     def check_kept(self) -> None:
-        """Before a step: `ConfigError` when the loop took back most of what an exchange gave."""
+        """Before a step: raise `ConfigError` if the loop undid most of an exchange."""
         if self._way is None or not self._way.any():
             return
         self._start, given, self._given = self._sample(), self._given, None
@@ -133,9 +133,9 @@ class ExchangeGuard:
             )
 
     def check_step(self, name: str, decay: float = 0.0) -> None:
-        """After a step: `ConfigError` when the optimizer `name` took back what an exchange gave.
+        """After a step: raise `ConfigError` if the optimizer `name` undid an exchange.
 
-        `decay` is the share of the parameters that the step takes away, which may be the same.
+        `decay` is the share by which the step shrinks the parameters, which may look alike.
         """
         if self._start is None or self._way is None or decay > MOST_DECAY:
             return
@@ -146,7 +146,7 @@ class ExchangeGuard:
         (share, cosine), *others = sorted(self._steps)
         most = max((abs(other) for other, _ in others), default=math.inf)
         is_alone = len(others) >= 2 and share < -max(0.25, 4 * most)
-        # by chance, cosines of n values are about 1 / sqrt(n): this is six times that
+        # the cosine of n random values is about 1 / sqrt(n); the bound is six times that
         is_back = cosine < -max(0.3, 6 / math.sqrt(way.numel()))
         if is_alone and is_back and share > 2 * cosine:  # at most twice as long as the way
             raise ConfigError(
@@ -159,7 +159,7 @@ class ExchangeGuard:
             self._way = None
 
     def _sample(self) -> Tensor:
-        """A copy of a few values of each parameter (fp32, on the CPU)."""
+        """Copy a few values of each parameter (fp32, on the CPU)."""
         local = (local_tensor(parameter.detach()) for parameter in self._parameters.values())
         return torch.cat([values.reshape(-1)[:SAMPLED].float().cpu() for values in local])
 
@@ -168,9 +168,9 @@ class ExchangeGuard:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers as one; its step is one of each.
+    """Several optimizers as one; its step makes one step of each.
 
-    Raises `ConfigError` for a parameter that two have.
+    Raises `ConfigError` for a parameter that two of them have.
     """
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -202,12 +202,12 @@ class CombinedOptimizer(Optimizer):
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers of which one is made."""
+    """Return the optimizers of a `CombinedOptimizer`, or the optimizer itself."""
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Its class, or those of its parts."""
+    """Name the class of an optimizer, or those of its parts."""
     return " + ".join(type(part).__name__ for part in parts_of(optimizer))
 
 
@@ -227,12 +227,12 @@ MOMENTS: dict[type, tuple[str, ...]] = {
 
 
 def moments_of(kind: type) -> tuple[str, ...] | None:
-    """The tensors of an optimizer's state; a registered class says them itself."""
+    """Names of the tensors of an optimizer's state; None for a class that is not registered."""
     return MOMENTS.get(kind, getattr(kind, "moments", None))
 
 
 class InnerStateTransfer:
-    """The inner optimizer's state on its way in; `source` is `own` if a checkpoint has it."""
+    """Initial state of the inner optimizer; `source` is `own` if it is from a checkpoint."""
 
     source: Literal["own", "donor", "cold"] = "own"
 
@@ -247,14 +247,14 @@ class InnerStateTransfer:
         self._ranks, self._on_event = ranks, on_event
 
     def set_source(self, setting: Literal["donor", "cold"], saved_steps: int) -> None:
-        """A peer that was saved after a step has its own state: where its class keeps none, too."""
+        """Use the peer's own state if it was saved after a step, even if its class keeps none."""
         if not saved_steps:
             self.source = setting
 
     def fetch(
         self, node: NodeThread, stopping: Callable[[], bool]
     ) -> tuple[InnerState | None, bool]:
-        """A donor's state for a late peer, if somebody has one; and whether it starts cold."""
+        """Fetch a donor's state for a late peer, if any has one; True for a cold start."""
         if self.source == "own" or not node.is_late():
             return None, False
         why = "swarm.inner_state=cold"
@@ -271,7 +271,7 @@ class InnerStateTransfer:
         return None, True
 
     def take_over_(self, state: InnerState | None) -> None:
-        """All ranks: the optimizer goes on from a donor's state, which rank 0 has."""
+        """All ranks: load a donor's state, which rank 0 has, into the optimizer."""
         layout = layout_of(self._optimizer, self._parameters)
         assert layout is not None, "ranks have different optimizers"
         if state is None:
@@ -284,7 +284,7 @@ class InnerStateTransfer:
 
 
 class _Slot(NamedTuple):
-    """What the optimizer keeps for one parameter."""
+    """Names and place of the optimizer's state of one parameter."""
 
     name: str
     part: torch.optim.Optimizer
@@ -295,7 +295,7 @@ class _Slot(NamedTuple):
 
 
 def _slots(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[_Slot]:
-    """In the order of the model: each peer may have its groups in another one."""
+    """Yield slots in the order of the model, as peers may order their groups differently."""
     order = {id(parameter): position for position, parameter in enumerate(parameters.values())}
     for number, part in enumerate(parts_of(optimizer)):
         both = [(group, p) for group in part.param_groups for p in group["params"]]
@@ -315,7 +315,7 @@ def _first(pair: tuple[int, object]) -> int:
 def layout_of(
     optimizer: torch.optim.Optimizer, parameters: Parameters = NONE
 ) -> InnerLayout | None:
-    """The shape of its state once every parameter has had a gradient; None for unknown classes.
+    """Layout of the state once every parameter has had a gradient; None for unknown classes.
 
     Its order is that of the model's `parameters`.
     """
@@ -328,9 +328,9 @@ def layout_of(
 
 
 def snapshot(optimizer: torch.optim.Optimizer, parameters: Parameters = NONE) -> InnerState | None:
-    """A copy of its state, on the CPU.
+    """Copy the optimizer's state to the CPU.
 
-    None while some parameter has none, and where other ranks have parts of it.
+    None while some parameter has no state, and if other ranks have parts of it.
     """
     layout, slots = layout_of(optimizer, parameters), list(_slots(optimizer, parameters))
     if not layout or not layout.names or any(is_sharded(slot.parameter) for slot in slots):
@@ -370,7 +370,7 @@ def load_moments_(
 def bound_moments_(
     optimizer: torch.optim.Optimizer, state: InnerState, parameters: Parameters = NONE
 ) -> None:
-    """Clamp first moments that no Adam can have beside its second ones.
+    """Clamp first moments to the largest that Adam can have with these second moments.
 
     m and v are averages of g and g^2 with weights (1 - b1) b1^k and (1 - b2) b2^k, so by Cauchy and
     Schwarz |m| <= (1 - b1) sqrt(v) / sqrt((1 - b2) (1 - b1^2 / b2)), if b1^2 < b2. A foreign state

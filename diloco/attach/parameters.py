@@ -1,4 +1,4 @@
-"""What of a model the swarm keeps in step, and what it leaves alone.
+"""The parts of a model that the swarm synchronises, and those that it leaves alone.
 
 trained parameters      synchronised. They are read where they are now, so `model.to(...)` and
                         `p.data = ...` may move them at any time.
@@ -31,8 +31,8 @@ from diloco.swarm.node.node import OnEvent
 AGAIN = "make such changes before attach, or attach the model again"
 SHOWN = 3  # names or shapes in one line
 SAMPLED = 64  # values of each parameter
-WATCHED = 3  # parameters, after each step
-# of torch.compile, of activation checkpoints, and of Lightning's Fabric
+WATCHED = 3  # parameters that are compared after each step
+# attributes with the module that torch.compile, activation checkpoints and Lightning's Fabric wrap
 INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 TORCHRUN = "share the model with DistributedDataParallel (torchrun), or with FSDP2 (fully_shard)"
 
@@ -56,14 +56,14 @@ class TrainedParams(dict[str, Tensor]):
             _check(name, parameter)
         self._model = model
         self._shapes = {name: parameter.shape for name, parameter in self.items()}
-        self._buffers = buffer_digests(model)  # until the first round is over
+        self._buffers = buffer_digests(model)  # at attach; empty after the first round
         self._before: dict[str, str | None] = {}  # digests of values before the first exchange
         ordered = sorted(self, key=lambda name: self[name].numel())
         self._watched = [self[name] for name in ordered[-WATCHED:]]
-        self._begun: list[Tensor] = []  # what was in these before the last step
+        self._begun: list[Tensor] = []  # samples of the watched ones before the last step
         self._left: list[Tensor] = []  # and after it
-        self._is_usual = False  # the loop writes to them after each step
-        self._earlier = self._left, self._is_usual  # before the last step
+        self._is_usual = False  # True: the loop writes to parameters between steps in every round
+        self._earlier = self._left, self._is_usual  # both as they were before the last step
 
     @property
     def numels(self) -> dict[str, int]:
@@ -71,7 +71,7 @@ class TrainedParams(dict[str, Tensor]):
         return {name: parameter.numel() for name, parameter in self.items()}
 
     def check_start(self, name: str, groups: Sequence[dict[str, Any]], on_event: OnEvent) -> None:
-        """Compare with the groups of the optimizer `name`; say which parameters it leaves alone.
+        """Compare with the groups of the optimizer `name`; report parameters that are in none.
 
         Raises `ConfigError` if it has parameters of no attached model, and for non-finite values.
         """
@@ -105,24 +105,24 @@ class TrainedParams(dict[str, Tensor]):
             on_event("untrained", fields)
 
     def remember(self) -> None:
-        """These values are where the first round begins."""
+        """Note the values at the start of the first round."""
         whole = {name: tensor.detach() for name, tensor in self.items() if not is_sharded(tensor)}
         self._before = {name: values_digest({name: tensor}) for name, tensor in whole.items()}
 
     def step_done(self) -> None:
-        """These values are what a step has left, with the exchange that followed it."""
+        """Note the values after a step and the exchange that followed it."""
         self._left = self._samples()
 
     def step_begins(self, is_first: bool) -> None:
-        """Before each step; the first of a round tells whether the loop writes between steps."""
+        """Note the values before a step; the first of a round shows if the loop writes to them."""
         self._begun, self._earlier = self._samples(), (self._left, self._is_usual)
         if is_first:
             self._is_usual = self._has_changed()
 
     def are_written(self) -> bool:
-        """Whether something came into the model after the last step, as an average at the end."""
+        """Return True if the loop wrote to the model after the last step, such as an average."""
         if self._begun and all(map(torch.equal, self._begun, self._left)):
-            # the last step moved nothing: Lightning takes such a one behind its average
+            # a step that moved nothing, such as Lightning's after it has loaded its average
             self._left, self._is_usual = self._earlier
         return not self._is_usual and self._has_changed()
 
@@ -133,10 +133,10 @@ class TrainedParams(dict[str, Tensor]):
         return [_first(parameter).nan_to_num() for parameter in self._watched]
 
     def check(self, on_event: OnEvent) -> None:
-        """`ConfigError` when the model trains other parameters now.
+        """Raise `ConfigError` if the model trains other parameters now.
 
-        After the first round it says which buffers training changes, and which parameters it does
-        not.
+        After the first round, report which buffers training has changed, and which parameters it
+        has not.
         """
         self._tell_changes(on_event)
         for name, parameter in _trained(self._model):
@@ -209,7 +209,7 @@ def frozen_digest(model: nn.Module) -> str | None:
 
 
 def buffer_digests(model: nn.Module) -> dict[str, str | None]:
-    """Of the buffers of a model's state dict."""
+    """Digests of the buffers of a model's state dict, by name."""
     kept = {unwrapped_name(model, name) for name in model.state_dict()}
     buffers = ((unwrapped_name(model, name), buffer) for name, buffer in model.named_buffers())
     return {name: values_digest({name: buffer}) for name, buffer in buffers if name in kept}
@@ -238,7 +238,7 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model inside what is around it; of several, a list of them.
+    """Return the model inside its wrappers; of several, a ModuleList of them.
 
     Raises `ConfigError` for FSDP1 and DeepSpeed.
     """
@@ -256,14 +256,14 @@ def unwrap_model(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
         if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
             raise ConfigError(f"model={name}: FSDP1 makes flat parameters of it; {TORCHRUN}")
         inside = _inside(model)
-        # beside them adapters may have parameters of their own
+        # PEFT keeps parameters of adapters outside of these
         if inside is None or inside in ("base_model", "model"):
             return model
         model = getattr(model, inside)
 
 
 def _inside(module: Any) -> str | None:
-    """The submodule around which a module is wrapped, and whose names have no word of that."""
+    """Name of the submodule that a module wraps; None if it is no wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     library = type(module).__module__
@@ -275,7 +275,7 @@ def _inside(module: Any) -> str | None:
 
 
 def unwrapped_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer as if nothing in the model were wrapped."""
+    """Return the name that a parameter or buffer has in the model without wrappers."""
     at: Any = model
     parts = []
     for part in name.split("."):
@@ -291,7 +291,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def class_name(model: nn.Module) -> str:
-    """The class of a plain model, or of each of several. FSDP2 derives one of its own from it."""
+    """Name the class of the plain model, or of each of several, without FSDP2's subclass."""
     if isinstance(model, nn.ModuleList):
         return " + ".join(map(class_name, model))
     while (inside := _inside(model)) is not None:
@@ -306,14 +306,14 @@ def class_name(model: nn.Module) -> str:
 
 
 def has_row_layout(tensor: Tensor) -> bool:
-    """Whether a process has the tensor whole, or a range of its rows: what outer steps know."""
+    """Return True if this process has all rows or one range of them, as outer steps require."""
     placements = getattr(tensor, "placements", ())
     cuts = [(type(p).__name__, getattr(p, "dim", 0)) for p in placements if not p.is_replicate()]
     return cuts in ([], [("Shard", 0)])
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """The range that this process has of the flattened whole, where `has_row_layout` holds."""
+    """Range [start, stop) of the flattened tensor in this process, if `has_row_layout`."""
     for dim, placement in enumerate(getattr(tensor, "placements", ())):
         # FSDP2 cuts as torch.chunk does: the last processes may have fewer rows, or none
         if placement.is_shard():
@@ -325,22 +325,22 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor; writing to it changes the tensor."""
+    """Return this process's part of a tensor, without a copy: writes change the tensor."""
     sharded: Any = tensor
     local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return local
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. (To import that class takes a second.)"""
+    """Return True for a DTensor. (Importing the class for `isinstance` takes a second.)"""
     return hasattr(tensor, "placements")
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All ranks: a sharded tensor as a whole one on rank 0's CPU, empty on other ranks.
+    """All ranks: gather a sharded tensor on rank 0's CPU; the result is empty on other ranks.
 
-    Any other tensor stays.
+    Any other tensor is returned as it is.
     """
     sharded: Any = tensor
     if not is_sharded(tensor):
@@ -351,7 +351,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor laid out like `tensor`, with this process's rows of `values`, which are whole."""
+    """Return a tensor sharded like `tensor`, with this process's rows of the whole `values`."""
     if not is_sharded(tensor) or values.shape != tensor.shape:
         return values
     from torch.distributed.tensor import DTensor
@@ -366,7 +366,7 @@ def sharded_like(values: Tensor, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_rows_(tensor: Tensor, values: Tensor) -> None:
-    """A tensor, which may be sharded, takes this process's rows of `values`, which are whole."""
+    """Copy this process's rows of the whole `values` into a tensor, which may be sharded."""
     begin, end = row_range(tensor)
     own = local_tensor(tensor)
     own.copy_(values.reshape(-1)[begin:end].view(own.shape))
@@ -374,7 +374,7 @@ def load_rows_(tensor: Tensor, values: Tensor) -> None:
 
 @contextmanager
 def restored_after(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Whatever becomes of the parameters inside, they are as before afterwards."""
+    """Restore the parameters after the block; needs a copy of this process's part of them."""
     before = {name: local_tensor(p.detach()).clone() for name, p in parameters.items()}
     try:
         yield

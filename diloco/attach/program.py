@@ -1,8 +1,8 @@
-"""The program around a peer: the lines on stderr that it is told, and how a signal ends it.
+"""The program around a peer: its lines on stderr, and how a signal ends it.
 
-A peer says goodbye at SIGTERM and its like, in `diloco train` and in anybody's loop. A loop that
-looks at `interrupted` is told, and ends itself. Any other is ended by `SystemExit`, with the status
-that a shell has for the signal, after the next step of its optimizer, or where it is left.
+On SIGTERM and similar signals a peer says goodbye, in `diloco train` and in a custom loop. A loop
+that reads `interrupted` ends by itself. In any other loop `SystemExit`, with the signal's exit code
+in a shell, is raised after the next step of the optimizer, or when the attachment is left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """Where a peer is between `attach` and its end."""
+    """State of a peer between `attach` and its end."""
 
     NEW = auto()
     TRAINING = auto()
@@ -43,7 +43,7 @@ class Phase(Enum):
 
     @property
     def runs(self) -> bool:
-        """Whether the peer takes part."""
+        """Return True while the peer takes part in the swarm."""
         return self in (Phase.TRAINING, Phase.PAUSED)
 
 
@@ -60,8 +60,8 @@ class Program:
     """The program around one peer: it hears what happens in the swarm, and a signal may end it.
 
     Attributes:
-        ends_loop: whether a signal ends the loop, and not only sets `interrupted`.
-        active: where a stream of data is shared, the peers that share it.
+        ends_loop: True if a signal ends the loop; False if it only sets `interrupted`.
+        active: the peers that share a stream of data; None without a shared stream.
         on_exchange: called after each exchange.
     """
 
@@ -84,12 +84,12 @@ class Program:
         self.on_exchange: Callable[[], None] = lambda: None
         self._unwatch: Callable[[], None] = lambda: None
         self._needed = 1  # peers that have to be there before the first inner step
-        self._met = False  # whether another peer was ever there
+        self._met = False  # True once another peer was there
 
     def set_trainer(self, active: ActivePeers | None, remedy: str, signals: Sequence[int]) -> None:
-        """A trainer, which handles these `signals`, looks at `interrupted` itself.
+        """Leave the end to a trainer, which reads `interrupted` and handles these `signals` itself.
 
-        `remedy` is for training that diverges.
+        `remedy` replaces the advice of a `DivergedError`.
         """
         self.ends_loop, self.active = False, active
         self._remedy, self._signals = remedy, signals
@@ -97,7 +97,7 @@ class Program:
     def attached(
         self, sync: Any, save: Callable[[], None], on_exchange: Callable[[], None] | None
     ) -> None:
-        """The program has attached a model; `save` is called where a signal ends it."""
+        """Note the attached model; `save` is called when a signal ends the program."""
         self._sync, self._save = sync, save
         self.on_exchange = on_exchange or (lambda: None)
         _peers.add(sync)
@@ -105,7 +105,7 @@ class Program:
     # -- what the attachment tells -----------------------------------------------------------------
 
     def on_event(self, kind: str, fields: dict[str, object]) -> None:
-        """Something has happened in the swarm; called in the thread of the node."""
+        """Report an event of the swarm; called in the thread of the node."""
         node = None if self._sync is None else self._sync.node
         if node is not None and kind in ("join", "leave", "lost"):
             self._met |= kind == "join"
@@ -117,7 +117,7 @@ class Program:
         self._tell(kind, fields)
 
     def on_ready(self, node: NodeThread) -> None:
-        """The peer listens, and is about to wait for others."""
+        """Report that the peer listens, before it waits for others."""
         self.peer.remember(node.record())
         self._tell_address(node.address)
         record = node.record()
@@ -125,7 +125,7 @@ class Program:
         self._met = self._met or record.live > 1
         self._needed = 1 if record.version else self.peer.network.min_peers
         self._say_missing(record.live)
-        if self.peer.alone_s:  # then nobody has to be there any more
+        if self.peer.alone_s:  # after this time it trains with fewer peers
             node.end_alone_after(self.peer.alone_s)
 
     def _share(self, record: PeerRecord) -> None:
@@ -134,7 +134,7 @@ class Program:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """The peer joins inside; signals are watched from here to `on_end`."""
+        """Context in which the peer joins; signals are handled from here to `on_end`."""
         if self.peer.typed:
             self._unwatch = watch(self._interrupt, self._signals)
         try:
@@ -145,7 +145,7 @@ class Program:
             raise
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """The peer exchanges inside."""
+        """Context in which the peer exchanges."""
         return as_typed(self.peer.typed, self._remedy)
 
     def _interrupt(self, number: int) -> None:
@@ -155,14 +155,14 @@ class Program:
             self.say(f"{name}: leaving the swarm; another {name} ends at once")
 
     def on_leave(self, kind: type[BaseException] | None) -> None:
-        """All ranks: before the goodbye, which this kind of error has caused."""
+        """All ranks: called before the goodbye; `kind` is the error that ends training, or None."""
         if self._sync.ended_by:
             self._save()
         elif kind is not None and issubclass(kind, KeyboardInterrupt):
             self.say("leaving the swarm; Ctrl+C once more ends at once")
 
     def on_end(self, finished: bool) -> None:
-        """The peer has left. A founder that has met nobody is told how to wait for others."""
+        """Report the end. A founder that has met no peer is told how to wait for others."""
         self._unwatch()
         sync = self._sync
         if sync is None or sync.node is None:
@@ -178,7 +178,7 @@ class Program:
     # -- lines on stderr: the log of most programs shows warnings only -----------------------------
 
     def say(self, text: str) -> None:
-        """A line on stderr, from rank 0; none if the peer is `quiet`."""
+        """Write a line to stderr from rank 0, unless the peer is `quiet`."""
         if not self._quiet and RankGroup.rank_and_size()[0] == 0:
             print(f"diloco: {text}", file=LastingStream(sys.stderr), flush=True)
 
@@ -200,7 +200,7 @@ class Program:
 
 
 def _name(fields: Mapping[str, Any]) -> str:
-    """How a peer is called: many have no name of their own."""
+    """Name of a peer in a line: its own, or else the end of its id."""
     name, peer = plain(fields.get("name", "peer")), plain(fields.get("peer", ""))
     return f"{name} ...{peer[-6:]}" if name == "peer" else name
 
@@ -257,11 +257,11 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 # -- the peers of this process ---------------------------------------------------------------------
 
-_peers: WeakSet[Any] = WeakSet()  # what this process has attached
+_peers: WeakSet[Any] = WeakSet()  # attachments of this process
 
 
 def _forget() -> None:
-    """In a forked process, which is no peer: its parent has the threads, and the swarm."""
+    """Drop the attachments in a forked process, as only its parent has the node's threads."""
     for sync in list(_peers):
         sync.forget()
 
@@ -270,7 +270,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def leave(number: int) -> NoReturn:
-    """End the program as this signal does, after peers have left that no `with` block ends."""
+    """Close the peers that no `with` block closes, then exit with the signal's status."""
     for sync in list(_peers):
         sync.close_opened()
     raise SystemExit(128 + number)

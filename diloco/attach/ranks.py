@@ -39,7 +39,7 @@ T = TypeVar("T")
 class RankGroup:
     """Rank and device of this process, and the collectives that keep ranks alike.
 
-    `broken` once another rank is lost.
+    `broken` is True once another rank is lost.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class RankGroup:
         self.device, self.rank, self.size = device, rank, size
         self.sharded, self.backend, self._store = sharded, backend, store
         self.broken = False
-        # Words are tensors of the CPU: no inner step waits for the device to hear one.
+        # Words are CPU tensors: reading a broadcast then needs no wait for the device.
         self._words = self.new_group("gloo") if size > 1 and dist.is_initialized() else None
 
     @classmethod
     def from_process_group(cls, device: torch.device) -> RankGroup:
-        """The ranks of the process group that somebody has made, or this process alone."""
+        """Return the ranks of the initialised process group, or this process alone."""
         rank, size = cls.rank_and_size()
         return cls(device) if size == 1 else cls(device, rank, size, backend=dist.get_backend())
 
     @staticmethod
     def rank_and_size() -> tuple[int, int]:
-        """Rank of this process in the process group that there is, and how many are in it."""
+        """Rank and size of the initialised process group; (0, 1) without one."""
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     @classmethod
     def from_environment(cls, device: str = "auto", parallel: str = "ddp") -> RankGroup:
-        """The ranks that torchrun's environment describes; `parallel` is ddp or fsdp.
+        """Return the ranks that torchrun's environment describes; `parallel` is ddp or fsdp.
 
         Raises `ConfigError` if `device` (train.device) is not there.
         """
@@ -86,7 +86,7 @@ class RankGroup:
         return cls(chosen, rank, size, parallel == "fsdp", backend, store)
 
     def new_group(self, backend: str) -> Any:
-        """All ranks: a process group for collectives of a thread or a kind of their own."""
+        """All ranks: make a process group for the collectives of another thread or backend."""
         return dist.new_group(backend=backend, timeout=WORD_TIMEOUT)
 
     @property
@@ -95,12 +95,12 @@ class RankGroup:
 
     @property
     def device_name(self) -> str:
-        """The hardware that it trains on, in a few words."""
+        """Name the hardware that this rank trains on."""
         name = devices.name_of(self.device)
         return name if self.size == 1 else f"{self.size} x {name}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients; FSDP2 cuts `model` itself into rows."""
+        """Wrap a model so that backward passes average gradients; FSDP2 shards it in place."""
         if self.size == 1:
             return model
         if not self.sharded:
@@ -109,12 +109,12 @@ class RankGroup:
 
         for layer in layers_of(model):
             fully_shard(layer)
-        # nothing stays whole after a forward pass alone: an exchange would find another layout
+        # reshard after a forward pass without backward, too, as exchanges need sharded parameters
         fully_shard(model, reshard_after_forward=True)
         return model
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Backward passes inside add to this rank's gradients; the next one averages the sum."""
+        """Context of backward passes that add to local gradients; the next one averages the sum."""
         if isinstance(wrapped, DistributedDataParallel):
             return wrapped.no_sync()
         is_sharded = hasattr(wrapped, "set_requires_gradient_sync")
@@ -123,7 +123,7 @@ class RankGroup:
     # -- checks ------------------------------------------------------------------------------------
 
     def check_newest(self, step: int, source: str) -> None:
-        """All ranks: `CheckpointError` where a rank finds another newest checkpoint than rank 0."""
+        """All ranks: raise `CheckpointError` if a rank's newest checkpoint is not rank 0's."""
         (newest,) = self.broadcast_floats([step])
         if newest != step:
             raise CheckpointError(
@@ -154,9 +154,9 @@ class RankGroup:
         return values
 
     def refuse(self, why: str) -> NoReturn:
-        """`ConfigError` on rank 0; the others wait, as torchrun ends all when one has ended."""
+        """Raise `ConfigError` on rank 0; the others wait until torchrun ends them for that."""
         if not self.is_rank0:
-            self.broadcast_floats([0])  # which never comes
+            self.broadcast_floats([0])  # never sent, so this waits
         raise ConfigError(why)
 
     @contextmanager
@@ -165,7 +165,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            # in a group of somebody else's, or after the first such error, it is not ours to tell
+            # the owner of a foreign group reports it; after the first error nothing is added
             if self._store is None or self.broken or not re.search(BROKEN, str(error)):
                 raise
             self.broken = True
@@ -179,7 +179,7 @@ class RankGroup:
     # -- collectives -------------------------------------------------------------------------------
 
     def broadcast_floats(self, values: Sequence[float]) -> list[float]:
-        """Rank 0's numbers, on every rank."""
+        """Return rank 0's numbers on every rank."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -187,26 +187,26 @@ class RankGroup:
         return [float(value) for value in tensor.tolist()]
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank: anything that can be pickled."""
+        """Return rank 0's value on every rank; torch.distributed pickles it between the ranks."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, group=self._words)
         return box[0]
 
     def broadcast_(self, values: Tensor) -> None:
-        """Rank 0's values of a tensor of the CPU, on every rank, in place."""
+        """Overwrite a CPU tensor with rank 0's values on every rank."""
         if self.size > 1:
             dist.broadcast(values, src=0, group=self._words)
 
     def all_reduce_min(self, value: int) -> int:
-        """The least of all ranks' numbers."""
+        """Return the minimum over the ranks."""
         tensor = torch.tensor(value)
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._words)
         return int(tensor)
 
     def sum(self, *values: float) -> list[float]:
-        """The sum of each number over the ranks."""
+        """Sum each number over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(tensor, group=self._words)
@@ -219,7 +219,7 @@ class RankGroup:
 
 
 def said_by_rank_0(text: str | None) -> str:
-    """A text that rank 0 of a torchrun job has, on every rank, before there is a process group."""
+    """Return rank 0's text on every rank of a torchrun job, before there is a process group."""
     store = _store()
     if text is not None:
         store.set("said", text)
@@ -227,8 +227,8 @@ def said_by_rank_0(text: str | None) -> str:
 
 
 def _store(*rank_and_size: int) -> Any:
-    """What torchrun's processes share: a part of its own for each restart."""
-    names: Any = dist  # whose names of stores have no types
+    """Store that torchrun's processes share, with a prefix of its own for each restart."""
+    names: Any = dist  # torch has no types for its stores
     store = next(iter(names.rendezvous("env://", *rank_and_size)))[0]
     return names.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -242,18 +242,18 @@ def _without_reduction(wrapped: Any) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(True)
 
 
-# -- one set of parameters, in the rows of several processes --------------------------------------
+# -- parameters whose rows are in several processes -----------------------------------------------
 
 RELEASE, GATHER, SCATTER = range(3)
-MOST_WORDS = 12  # of a message to the other ranks; numbers up to 2**53
+MOST_WORDS = 12  # numbers in a message to the other ranks, exact up to 2**53
 WORD: Any = {"dtype": torch.float64, "device": "cpu"}
 
 
 class ShardedParams(Local):
-    """The parameters of all ranks, at rank 0. Every rank makes one, of the same parameters.
+    """All ranks' parameters as rank 0's node reads and writes them. Every rank makes one.
 
     All ranks call `of_rank0` together. When the node asks for a range (`gather_`) or has a new one
-    (`scatter_`), rank 0 exchanges rows with the others, until it says its result; if it raises,
+    (`scatter_`), rank 0 exchanges rows with the others, until it sends its result; if it raises,
     they wait, and torchrun ends them. Fragments are ranges of whole parameters, so payloads, blocks
     of the codecs and digests do not depend on the number of ranks.
     """
@@ -264,9 +264,9 @@ class ShardedParams(Local):
         super().__init__(parameters)
         self._fragments, self._ranks = tuple(fragments), ranks
         self._own = {name: row_range(parameter) for name, parameter in parameters.items()}
-        # the exchanges of several fragments ask from threads of their own
+        # several fragments may be exchanged at once, each in a thread of its own
         self._lock = threading.Lock()
-        # Of their own, because the ranks' other collectives run in another thread.
+        # Own groups, because the ranks' other collectives run in another thread.
         self._words = ranks.new_group("gloo")
         self._values = self._words if ranks.backend == "gloo" else ranks.new_group(ranks.backend)
         self._rows: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.size)]
@@ -311,9 +311,9 @@ class ShardedParams(Local):
     def of_rank0(
         self, call: Callable[[], Sequence[float]], prepare: Callable[[], None]
     ) -> Sequence[float]:
-        """All ranks: what rank 0 gets from `call`, during which the others give and take rows.
+        """All ranks: return rank 0's result of `call`; the others send and receive rows meanwhile.
 
-        Before the first of these, the others `prepare`, as rank 0 does in its call.
+        Before the first row the others run `prepare`, as rank 0 does in its call.
         """
         if not self._ranks.is_rank0:
             return self._follow(prepare)
@@ -331,7 +331,7 @@ class ShardedParams(Local):
 
     @torch.no_grad()
     def _follow(self, prepare: Callable[[], None]) -> Sequence[float]:
-        """Send and take rows as rank 0 says, until it says its result."""
+        """Send and receive rows as rank 0 orders, until it sends its result."""
         words = torch.zeros(MOST_WORDS, **WORD)
         while True:
             dist.broadcast(words, src=0, group=self._words)
@@ -355,7 +355,7 @@ class ShardedParams(Local):
     # -- who has what ------------------------------------------------------------------------------
 
     def _senders(self, fragment: Fragment, start: int, stop: int) -> list[list[tuple[int, Slice]]]:
-        """What each rank gives of [start, stop), as `Fragment.locate`: the first that has it."""
+        """By rank, its slices of [start, stop), as `Fragment.locate`; the first rank sends each."""
         senders: list[list[tuple[int, Slice]]] = [[] for _ in self._rows]
         for offset, piece in fragment.locate(start, stop):
             at = piece.start
@@ -369,7 +369,7 @@ class ShardedParams(Local):
         return senders
 
     def _empty(self, parts: Sequence[tuple[int, Slice]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Memory for these parts, one behind the other, and its pieces."""
+        """Allocate one tensor for these parts; return it, and a view for each part."""
         numels = [part.numel for _, part in parts]
         values = torch.empty(sum(numels), dtype=torch.float32, device=self._ranks.device)
         return values, torch.split(values, numels)

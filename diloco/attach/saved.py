@@ -1,5 +1,5 @@
-"""What of a peer survives its process, as named tensors and JSON without pickle: its part of the
-swarm, its optimizer, and its random generators; and the checkpoints of a loop of one's own."""
+"""The state of a peer as named tensors and JSON, without pickle: its part of the swarm, its
+optimizer, and its random generators; and the checkpoints of a custom loop."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from diloco.swarm.node.saved import Saved
 
 KEY = "checkpoints directory"
 KEEP = 2
-EXTRA = "_extra_state"  # the end of the names of what `get_extra_state` gives
-KERNELS = ("fused", "foreach")  # how a torch optimizer computes a step, not what
+EXTRA = "_extra_state"  # end of the names under which torch saves `get_extra_state`
+KERNELS = ("fused", "foreach")  # settings of torch optimizers without effect on the result
 Tensors = dict[str, Tensor]
 Groups = dict[str, Tensors]
 _Groups = list[list[str]]  # names of parameters
@@ -44,10 +44,10 @@ _Groups = list[list[str]]  # names of parameters
 
 @dataclass(frozen=True)
 class PeerState:
-    """What a peer needs to go on as itself, besides its model and its optimizer.
+    """State with which a peer continues as itself, without its model and its optimizer.
 
-    `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `seed` is that
-    of the order in which a trainer, which skips what it has read, goes on reading.
+    `run` is the manifest; `counters` are inner steps, tokens and discarded tokens; `seed` is the
+    seed of the data order, with which a trainer skips what it has read.
     """
 
     run: str
@@ -57,12 +57,12 @@ class PeerState:
 
     @classmethod
     def of(cls, sync: Attachment, run: RunSpec, saved: Saved) -> PeerState:
-        """Of an attached peer. Unsent tokens count as discarded: it will go on from the anchors."""
+        """Make the state of an attached peer. Unsent tokens count as discarded."""
         counters = sync.steps, sync.tokens, sync.discarded_tokens + sync.unsent_tokens
         return cls(run.manifest_text, saved, counters)
 
     def flatten(self) -> tuple[Groups, dict[str, Any]]:
-        """Groups of tensors, which are not copies, and JSON."""
+        """Return groups of tensors, which are not copies, and JSON."""
         tensors, state = flatten_swarm(self.saved)
         return tensors, state | {"run": self.run, "counters": self.counters}
 
@@ -86,14 +86,14 @@ class PeerState:
             )
 
     def apply(self, sync: Attachment) -> None:
-        """Give the counters to a peer that is attached and not entered yet."""
+        """Set the counters of an attachment that is not entered yet."""
         sync.steps, sync.tokens, sync.discarded_tokens = self.counters
 
 
 class LoopCheckpoints:
     """The checkpoints of one peer in a directory, in the format of `diloco train`; two stay.
 
-    A damaged one is skipped for the one before. Raises `ConfigError` if another process uses the
+    Instead of a damaged one the older is loaded. Raises `ConfigError` if another process uses the
     directory, and `CheckpointError` for a model that no checkpoint can hold.
     """
 
@@ -120,7 +120,7 @@ class LoopCheckpoints:
             self._lock.enter_context(exclusive(directory, KEY))
 
     def _check_optimizer(self, part: Optimizer, *_: object) -> None:
-        """After its first step: the first checkpoint may be due hours later."""
+        """Check after its first step that it can be saved: the first save may be hours later."""
         if part in self._checked:
             return
         self._checked.add(part)
@@ -175,7 +175,7 @@ class LoopCheckpoints:
         return {name: value for name, value in state.items() if not name.endswith(EXTRA)}
 
     def _extra(self, tensors: Tensors) -> Any:
-        """What modules keep besides, as JSON and `tensors`."""
+        """Return the modules' extra state as JSON; its tensors go to `tensors`."""
         state = self._model.state_dict()
         extra = {name: value for name, value in state.items() if name.endswith(EXTRA)}
         return to_json(extra, "", tensors)
@@ -205,7 +205,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def flatten_swarm(saved: Saved) -> tuple[Groups, dict[str, Any]]:
-    """What `restore_swarm` reads: groups of tensors (anchor, outer, residual), and JSON."""
+    """Return groups of tensors (anchor, outer, residual), and JSON, for `restore_swarm`."""
     anchors = {str(fragment): anchor for fragment, anchor in enumerate(saved.anchors)}
     residuals = {str(fragment): residual for fragment, residual in saved.residuals.items()}
     outer: Tensors = {}
@@ -257,7 +257,7 @@ def _tip(text: str, anchor: Tensor) -> Tip:
 def _outer_state(
     outer: Tensors, state: Mapping[str, Any], fragment: int
 ) -> tuple[Tensor, OuterState]:
-    """The master, and what the outer optimizer keeps."""
+    """Return the master, and the state of the outer optimizer."""
     vectors = [outer[f"{fragment}.momentum"]]
     while (name := f"{fragment}.buffer{len(vectors)}") in outer:
         vectors.append(outer[name])
@@ -265,13 +265,13 @@ def _outer_state(
     return outer[f"{fragment}.master"], OuterState(version, tuple(vectors), *window)
 
 
-# -- what is this process's own --------------------------------------------------------------------
+# -- optimizer and random generators ---------------------------------------------------------------
 
 
 def flatten_own(
     optimizer: Optimizer, parameters: Parameters = NONE
 ) -> tuple[Groups, dict[str, Any]]:
-    """All ranks: the state of a process, which are its optimizer and its random generators."""
+    """All ranks: flatten the state of this process: its optimizer and its random generators."""
     (inner, inner_json), (rng, rng_json) = flatten_optimizer(optimizer, parameters), rng_state()
     return {"inner": inner, "rng": rng}, {"inner": inner_json, "rng": rng_json}
 
@@ -291,7 +291,7 @@ def restore_own(
 def flatten_optimizer(
     optimizer: Optimizer, parameters: Parameters = NONE
 ) -> tuple[Tensors, dict[str, Any]]:
-    """All ranks: the state of any torch optimizer as named tensors, no copies, and JSON.
+    """All ranks: flatten any torch optimizer's state to named tensors, no copies, and JSON.
 
     Sharded tensors become whole on rank 0. Where `parameters` name them, the groups may be in
     another order when it is restored. Raises `CheckpointError` for what JSON cannot hold.
@@ -333,13 +333,13 @@ def restore_optimizer(
                 f"{key}: its checkpoint holds the state of {saved['type']} for parameters in"
                 " another order; build the optimizer as in the run that wrote it"
             )
-        return optimizer.load_state_dict(state)  # a wrapper with a form of its own
+        return optimizer.load_state_dict(state)  # a wrapper whose state has another form
     parts = [_sharded(part, _renumbered(part_state, *order)) for part, part_state, *order in both]
     optimizer.load_state_dict({"parts": parts} if "parts" in state else parts[0])
 
 
 def _renumbered(state: dict[str, Any], before: _Groups, names: _Groups) -> dict[str, Any]:
-    """The state of an optimizer whose groups, or the parameters in these, had another order."""
+    """Renumber a state whose groups, or the parameters in them, had another order."""
     if before == names:
         return state
     settings = dict(zip(map(frozenset, before), state["param_groups"], strict=True))
@@ -350,12 +350,12 @@ def _renumbered(state: dict[str, Any], before: _Groups, names: _Groups) -> dict[
         settings[frozenset(group)] | {"params": [next(places) for _ in group]} for group in names
     ]
     moved = {index: kept[number] for index, number in enumerate(order) if number in kept}
-    shared = {name: value for name, value in kept.items() if name not in order}  # of no parameter
+    shared = {name: value for name, value in kept.items() if name not in order}  # of the optimizer
     return {**state, "state": moved | shared, "param_groups": groups}
 
 
 def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, cut like the optimizer's parameters, for the kernels that compute here."""
+    """Shard a state like the optimizer's parameters, and keep this process's choice of kernels."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
         there |= {name: here[name] for name in KERNELS if name in here}
@@ -368,7 +368,7 @@ def _sharded(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(optimizer: Optimizer, parameters: Parameters) -> list[_Groups]:
-    """Of each part's groups the names of the parameters, or their numbers."""
+    """Names of the parameters in each group of each part; numbers for those without a name."""
     known, numbers = {id(parameter): name for name, parameter in parameters.items()}, count()
     return [
         [[known.get(id(p)) or str(next(numbers)) for p in group["params"]] for group in groups]
@@ -377,7 +377,7 @@ def _names(optimizer: Optimizer, parameters: Parameters) -> list[_Groups]:
 
 
 def _by_name(names: list[_Groups], shapes: list[list[int]]) -> list[dict[frozenset[str], Any]]:
-    """The shapes of each part's groups, whatever their order."""
+    """Shapes of each part's state by the names in a group, so that the order does not matter."""
     sizes = dict(zip(chain(*chain(*names)), shapes, strict=False))
     return [
         {frozenset(group): {name: sizes.get(name) for name in group} for group in groups}

@@ -1,9 +1,9 @@
-"""Learning rate schedules that follow the swarm clock, and what is called around each step.
+"""Learning rate schedules that follow the swarm clock, and hooks around each optimizer step.
 
-A schedule counts its own steps. In a peer that joins late, that was away, or that goes on from a
-checkpoint it would be at another place than in the others. So before each step of the optimizer
-every schedule is brought forward to the inner step that the swarm is at. One that is further waits:
-its round was lost, or a trainer's checkpoint is from the middle of one.
+A schedule counts its own steps. In a peer that joins late, was away, or resumes from a checkpoint,
+it would differ from those of other peers. So before each step of the optimizer every schedule is
+stepped forward to the inner step of the swarm. A schedule that is ahead waits: its round was lost,
+or a trainer's checkpoint is from the middle of a round.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from diloco.attach.optimizer import kind_of, parts_of
 from diloco.errors import ConfigError
 
-MOVED = ("lr", "momentum", "betas")  # what torch's schedulers move in the groups of an optimizer
-MOST_ALONE = 100  # steps that an optimizer takes while another one takes none
-MOST_TOO_FAR = 8  # steps in a row before which a schedule was further ahead than before
-# of the function that calls the hooks
+MOVED = ("lr", "momentum", "betas")  # keys of parameter groups that torch's schedulers change
+MOST_ALONE = 100  # steps of an optimizer while another of the same peer takes none
+MOST_TOO_FAR = 8  # optimizer steps in a row at which the lead of a schedule may grow
+# code of the function that calls the step hooks
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def swarm_steps(sync: Any, sync_every: int) -> int:
-    """Inner steps on the swarm clock: H for each outer step, and those of this peer since then."""
+    """Inner steps of the swarm: H for each outer step, plus this peer's since the last one."""
     return int(sync.version * sync_every + sync.inner_step)
 
 
@@ -45,7 +45,7 @@ class ScheduledStep(NamedTuple):
 
     @classmethod
     def of(cls, scheduler: Any, ranks: int) -> ScheduledStep:
-        """One of Accelerate steps that inside it once for each rank, unless batches are split."""
+        """Unwrap a schedule of Accelerate, which steps once per rank unless batches are split."""
         inside = getattr(scheduler, "scheduler", None)
         if isinstance(scheduler, ScheduledStep) or inside is None:
             return scheduler if isinstance(scheduler, ScheduledStep) else cls(scheduler)
@@ -55,21 +55,21 @@ class ScheduledStep(NamedTuple):
 
 
 class Schedulers:
-    """Learning rate schedulers of torch, brought forward to the swarm's inner step.
+    """Learning rate schedulers of torch, stepped forward to the swarm's inner step.
 
-    Raises `ConfigError` for what follows a metric, for a schedule that is shorter than the run, and
-    for one that is stepped more than once per step of the optimizer.
+    Raises `ConfigError` for a schedule that follows a metric, is shorter than the run, or is
+    stepped more than once per step of the optimizer.
     """
 
     def __init__(self, schedulers: Iterable[Any], ranks: int = 1) -> None:
         self._scheduled = [ScheduledStep.of(scheduler, ranks) for scheduler in schedulers]
         for scheduled in self._scheduled:
             _check(scheduled.scheduler)
-        self._leads = [0] * len(self._scheduled)  # steps that they are ahead of the swarm
-        self._grown = 0  # steps of the optimizer in a row before which one was further ahead
+        self._leads = [0] * len(self._scheduled)  # steps by which each is ahead of the swarm
+        self._grown = 0  # optimizer steps in a row at which a lead has grown
 
     def step_to(self, step: int) -> None:
-        """Bring all of them to the inner step `step` of the swarm clock."""
+        """Step all schedules forward to the inner step `step` of the swarm."""
         before, self._leads = self._leads, []
         for scheduler, times, every in self._scheduled:
             position = step * times // every
@@ -86,7 +86,7 @@ class Schedulers:
 
     @contextmanager
     def keeping_rates(self) -> Iterator[None]:
-        """Inside, the optimizer may be given the rates of another step, which do not stay."""
+        """Restore the learning rates after a block that loads the state of another step."""
         optimizers = [_optimizer(scheduled.scheduler) for scheduled in self._scheduled]
         kept = [
             copy.deepcopy([{key: group[key] for key in MOVED if key in group} for group in groups])
@@ -96,7 +96,7 @@ class Schedulers:
         for optimizer, rates in zip(optimizers, kept, strict=True):
             for group, before in zip(optimizer.param_groups, rates, strict=True):
                 for key, value in before.items():
-                    if isinstance(group[key], Tensor):  # the optimizer's kernels know this object
+                    if isinstance(group[key], Tensor):  # captured kernels read this very tensor
                         group[key].fill_(value)
                     else:
                         group[key] = value
@@ -116,7 +116,7 @@ def _check(scheduler: Any) -> None:
 
 
 def _position(scheduler: Any) -> int:
-    """How many steps it has taken; -1 if it does not say. Several in a chain step together."""
+    """Steps that a schedule has taken; -1 if unknown. Chained ones count the same steps."""
     if hasattr(scheduler, "last_epoch"):
         return int(scheduler.last_epoch)
     chain = getattr(scheduler, "_schedulers", None)
@@ -130,11 +130,11 @@ def _optimizer(scheduler: Any) -> Any:
 
 def _forward_(scheduler: Any, position: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch: no step of the optimizer came before
+        warnings.simplefilter("ignore", UserWarning)  # torch expects an optimizer step before
         while (here := _position(scheduler)) < position:
             try:
                 scheduler.step()
-            except ValueError as error:  # of those with a fixed length
+            except ValueError as error:  # a schedule with a fixed length is over
                 raise ConfigError(
                     f"schedulers: {type(scheduler).__name__} is over after {here} steps, and the"
                     f" swarm is at {position}; make it as long as the run"
@@ -142,7 +142,7 @@ def _forward_(scheduler: Any, position: int) -> None:
 
 
 class NotEntered:
-    """Until the attachment is entered, a step of its optimizer is a `ConfigError`: it is lost."""
+    """Raises `ConfigError` for optimizer steps, which are lost, until the attachment is entered."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._hooks = [part.register_step_pre_hook(self._refuse) for part in parts_of(optimizer)]
@@ -154,17 +154,17 @@ class NotEntered:
         )
 
     def remove(self) -> None:
-        """Steps are welcome."""
+        """Allow steps."""
         for hook in self._hooks:
             hook.remove()
 
 
 class StepHooks:
-    """Calls before and after each step of an optimizer, but for those that a GradScaler skips.
+    """Calls hooks before and after each step of an optimizer, except steps that a GradScaler skips.
 
-    `ConfigError` after a step of another optimizer that moves the same parameters: nobody counts
-    it. Of several optimizers a step begins with the first, and ends when each has taken one;
-    `ConfigError` where one takes none for long. Fused kernels are called with `found_inf` when
+    Raises `ConfigError` after a step of another optimizer on the same parameters, which would not
+    be counted. With several optimizers a step begins with the first, and ends when each has taken
+    one; `ConfigError` if one takes none for long. Fused kernels are called with `found_inf` when
     gradients overflow, and do nothing.
     """
 
@@ -179,11 +179,11 @@ class StepHooks:
         self._steps = dict.fromkeys(self._parts, 0)  # since the last step of all
         # each optimizer's smallest gradient at its last step, and that tensor's version
         self._used: dict[torch.optim.Optimizer, tuple[Tensor | None, int]] = {}
-        # torch.compile of a loop's step would trace all that an exchange does
+        # a loop that compiles its step must not trace exchanges
         begin, end, check = map(torch.compiler.disable, (self._begin, self._end, self._check_seen))
         self._hooks = [part.register_step_pre_hook(begin) for part in self._parts]
         self._hooks += [part.register_step_post_hook(end) for part in self._parts]
-        # of other optimizers: how many steps of the attached ones there were at their last
+        # by other optimizer: steps of the attached ones at its last step
         self._seen = WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._count, self._name = 0, kind_of(optimizer)
         self._hooks.append(register_optimizer_step_post_hook(check))
@@ -192,7 +192,7 @@ class StepHooks:
     def _check_seen(self, other: torch.optim.Optimizer, *_: object) -> None:
         if other in self._parts:
             return
-        is_part = any(map(_steps_inside, self._parts))  # of a step that is about to be counted
+        is_part = any(map(_steps_inside, self._parts))  # inside a step that will be counted
         before, self._seen[other] = self._seen.get(other, 0), self._count + is_part
         if is_part or self._count > before:
             return
@@ -228,7 +228,7 @@ class StepHooks:
             )
 
     def free_gradients(self) -> None:
-        """Free all gradients but those with which an optimizer has yet to take its step."""
+        """Free all gradients except those of an optimizer whose step is still to come."""
         for part in self._parts:
             then, version = self._used.pop(part, (None, 0))
             now, newer = _smallest_gradient(part)
@@ -236,24 +236,24 @@ class StepHooks:
                 part.zero_grad(set_to_none=True)
 
     def remove(self) -> None:
-        """Call nothing any more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         _attached.difference_update(self._parts)
 
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called after its steps already."""
+    """Return True if an optimizer has the hooks of an attachment."""
     return any(part in _attached for part in parts_of(optimizer))
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that calls this is part of another, as in a class that calls `super()`."""
+    """Return True inside a nested step, such as `super().step()` in a subclass's step."""
     return _steps_inside(optimizer) > 1
 
 
 def _steps_inside(optimizer: torch.optim.Optimizer) -> int:
-    """How many of its steps are under way."""
+    """Count the optimizer's `step` calls on the stack."""
     steps = (frame.f_locals for frame, _ in walk_stack(None) if frame.f_code is _STEP)
     return sum(step.get("self") is optimizer for step in steps)
 
@@ -263,7 +263,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _smallest_gradient(optimizer: torch.optim.Optimizer) -> tuple[Tensor | None, int]:
-    """The smallest gradient that there is, and how often it was written to."""
+    """Return the smallest gradient, or None, and the version counter of its tensor."""
     gradients = (p.grad for p in _parameters(optimizer) if p.grad is not None)
     smallest = min(gradients, key=Tensor.numel, default=None)
     return smallest, 0 if smallest is None else smallest._version

@@ -114,7 +114,7 @@ class Swarm:
         given = network_of(address, network, of_network)
         self._peer = PeerArguments(run_id, given, identity, name, key, manifest, runtime)
         self._program = Program(self._peer, quiet, on_event, on_ready)
-        self._held = ExitStack()  # what `close` gives back
+        self._held = ExitStack()  # released by `close`
         self._checkpoints: LoopCheckpoints | None = None
         self._saved_version = 0
         self.attachment: Attachment | None = None
@@ -122,7 +122,7 @@ class Swarm:
 
     @classmethod
     def of(cls, config: Config, manifest: Manifest, *, sequences: str = "", **own: Any) -> Swarm:
-        """The run of a manifest, with the peer-local settings `swarm.` of a configuration.
+        """Make a peer of a manifest's run, with the settings `swarm.` of a configuration.
 
         `sequences` names the training sequences, if they have numbers which all peers share; `own`
         are other arguments of `Swarm`.
@@ -130,12 +130,12 @@ class Swarm:
         own |= {"manifest": manifest, "outer": manifest.outer, "network": config.swarm}
         swarm = cls(run_id=manifest.run.id, quiet=True, **own)
         swarm._peer.sequences = sequences
-        if swarm._peer.runtime is None:  # a simulation begins anew each time
+        if swarm._peer.runtime is None:  # a simulation always starts from the beginning
             swarm._peer.use_files(config)
         return swarm
 
     def open(self) -> Swarm:
-        """As entering, for a program that is in no `with` block; `close` ends it."""
+        """Enter without a `with` block; `close` ends it."""
         return self.__enter__()
 
     def close(self) -> None:
@@ -162,18 +162,18 @@ class Swarm:
         steps: float,
         **own: Any,
     ) -> None:
-        """Another library's trainer is the program, for so many steps; `lock` is held meanwhile."""
+        """Run inside another library's trainer for so many steps; `close` releases `lock`."""
         self._take_over()
         self._peer.outer_steps = int(steps) // self.outer.sync_every if steps < math.inf else 0
         self._held.enter_context(lock)
         self._program.set_trainer(active, **own)
 
     def say(self, text: str) -> None:
-        """A line on stderr, from rank 0."""
+        """Write a line to stderr from rank 0."""
         self._program.say(text)
 
     def _take_over(self) -> None:
-        """A peer of this run that this thread left attached leaves, unless this one joins at it."""
+        """Detach this thread's earlier peer of the run, unless this peer joins through it."""
         before = _attached.get(key := (self._peer.run_id, threading.get_ident()))
         if before is not None and before.attachment is not None and self._peer.typed:
             node = before.attachment.node
@@ -266,7 +266,7 @@ class Swarm:
         return sync
 
     def _load(self, checkpoints: LoopCheckpoints, schedulers: Schedulers) -> PeerState | None:
-        """From the newest checkpoint, if there is one."""
+        """Load the newest checkpoint, if there is one."""
         self._peer.put_key_into(checkpoints.directory)
         restored = checkpoints.load(schedulers)
         if restored is None:
@@ -277,11 +277,11 @@ class Swarm:
 
     @devices.default_modes
     def save(self, **state: Any) -> Path | None:
-        """All ranks: write a checkpoint, with whatever the loop adds as JSON; where, on rank 0.
+        """All ranks: write a checkpoint, with `state` as JSON; return its path on rank 0.
 
-        From one in the middle of a round a peer goes on at the last exchange. Raises `ConfigError`
-        without `attach(checkpoints=...)`, and `CheckpointError` when it cannot be written: the
-        older ones are good then.
+        A peer resumes at the last exchange before it. Raises `ConfigError` without
+        `attach(checkpoints=...)`, and `CheckpointError` when it cannot be written: the older ones
+        are good then.
         """
         if self._checkpoints is None or self.attachment is None:
             raise ConfigError(
@@ -294,7 +294,7 @@ class Swarm:
         return saved
 
     def _save_last(self) -> None:
-        """Where a signal ends the program: the last exchange is in a checkpoint."""
+        """Save before a signal ends the program, if no checkpoint has the last exchange."""
         sync = self.attachment
         if self._checkpoints is not None and sync and sync.version > self._saved_version:
             try:
@@ -310,20 +310,20 @@ class Swarm:
         trains: bool = True,
         device: str = "",
     ) -> NodeOptions:
-        """Options of the node, also for a program that runs one without `attach`."""
+        """Make the options of a node, also for a program that runs one without `attach`."""
         on_event = self._program.on_event
         return self._peer.options(self.outer, parameters, model, saved, trains, device, on_event)
 
-    # -- what a training loop asks besides: its data and figures -----------------------------------
+    # -- data and figures for a training loop ------------------------------------------------------
 
     @property
     def network(self) -> SwarmConfig:
-        """The settings `swarm.`, after `attach` with the addresses of last time."""
+        """The settings `swarm.`; after `attach`, with the addresses of the last session."""
         return self._peer.network
 
     @property
     def run(self) -> RunSpec | None:
-        """What the run is on the wire, on rank 0, once a model is attached."""
+        """The run's identity on the wire; None on ranks > 0, and before a model is attached."""
         return self._peer.run
 
     @property
@@ -335,7 +335,7 @@ class Swarm:
 
     @property
     def steps(self) -> int:
-        """Inner steps of the swarm: H for each outer step, and those of this peer since then."""
+        """Inner steps of the swarm: H for each outer step, plus this peer's since the last one."""
         return 0 if self.attachment is None else swarm_steps(self.attachment, self.outer.sync_every)
 
     @cached_property
@@ -357,7 +357,7 @@ class Swarm:
         return ReadPosition(file, lambda: self.attachment.ranks if self.attachment else None)
 
     def _note(self) -> None:
-        """The rows that were read up to here are in the swarm, or in a checkpoint."""
+        """Note the read position: the rows up to here are in the swarm, or in a checkpoint."""
         if "_position" in vars(self):
             self._position.note(self.steps)
 

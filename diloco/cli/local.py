@@ -1,9 +1,9 @@
 """`diloco local`: several peers on this machine, each a process, over the real network stack.
 
-Every peer is `python -m diloco.train` with the same configuration and a name, a shard and a log of
-its own; where that is safe, a fork of this process, which has imported what peers need. The first
-starts the swarm and writes its address into the run directory, where the others wait for it. Their
-JSON lines become the live table; their summaries become summary.json.
+Every peer runs `python -m diloco.train` with the same configuration, and with its own name, shard
+and log. Where that is safe, it is a fork of this process, which has imported the modules already.
+The first starts the swarm and writes its address into the run directory, where the others wait for
+it. Their JSON lines become the live table; their summaries become summary.json.
 
 The first Ctrl+C makes each peer leave cleanly, or kills it if it is not ready and has nothing to
 lose; the second kills all. A peer's standard input is a pipe from here: if this process is killed,
@@ -65,7 +65,7 @@ def local(options: Options) -> int:
 
 
 def run(config: Config) -> int:
-    """Starts the peers, shows them, gathers what they leave; returns the exit code."""
+    """Run the peers, show their state, and collect their results; return the exit code."""
     from diloco.rundir.files import check_same_run, exclusive, prepare_run_directory
 
     prepare_run_directory(config.run.dir)
@@ -102,7 +102,7 @@ def _run(config: Config) -> int:
     messages: Reports = queue.Queue()
     with contextlib.ExitStack() as stack:
         peers: list[LocalPeer] = []
-        # first, or a peer would miss an early Ctrl+C
+        # first, so that an early Ctrl+C reaches all peers
         stop = stack.enter_context(_forwarding(peers))
         for index, name in enumerate(names):
             arguments, environment = _peer(config, base, index, names)
@@ -117,7 +117,7 @@ def _run(config: Config) -> int:
         title = f"{config.run.id}: {len(names)} peers, {what}"
         with LiveView(console, names, config.budget.outer_steps, title) as view:
             culprit = _follow(peers, messages, view, stop)
-        # Ctrl+C while a peer still starts has nothing to lose.
+        # A peer that Ctrl+C ended before it was ready has lost nothing.
         failed = (peer for peer in peers if peer.has_failed() and (peer.ready or not stop))
         culprit = culprit or next(failed, None)
         summaries = [peer.summary for peer in peers if peer.summary is not None]
@@ -138,7 +138,7 @@ def _run(config: Config) -> int:
 def _gather(
     config: Config, summaries: Sequence[Summary], wall_s: float, error: DilocoError | None
 ) -> Summary:
-    """Writes what the peers leave together: summary.json, contributions.csv and loss.png."""
+    """Write the results of all peers: summary.json, contributions.csv and loss.png."""
     from diloco.rundir.plot import plot_losses
     from diloco.rundir.summary import merge_peer_summaries, write_contributions, write_summary
 
@@ -179,16 +179,16 @@ def _print_result(config: Config, summary: Summary, stopped: bool, console: Cons
 def _peer(
     config: Config, base: Path, index: int, names: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """What python is given to start a peer, and variables of its environment."""
+    """Return the arguments of python that start a peer, and its environment variables."""
     count = len(names)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // count)
     overrides = [f"run.name={names[index]}", "run.report=true", f"run.lead={index == 0}".lower()]
     overrides += [f"data.shard={index}", f"data.shards={count}", f"train.threads={threads}"]
     if config.local.step_delay_s:
         overrides.append(f"train.step_delay_s={config.local.step_delay_s[index]}")
-    environment = {"LOCAL_RANK": str(index)}  # by which peers take the devices in turn
+    environment = {"LOCAL_RANK": str(index)}  # so that peers take the devices in turn
     if config.outer.method == "data_parallel":
-        # By these torch.distributed's processes find each other; torchrun would set the same.
+        # The variables that torchrun would set, for torch.distributed.
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port())}
         size = str(count)
         environment |= {"RANK": str(index), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -201,10 +201,10 @@ def _peer(
 
 
 def _shared_device(config: Config, index: int, count: int) -> list[str]:
-    """In data parallel, the device of a process where there are fewer devices than processes."""
+    """Override the device in data parallel, if there are fewer devices than processes."""
     if config.train.device == "cpu" or ":" in config.train.device:
         return []
-    # torch takes seconds, and only this needs it
+    # importing torch takes seconds, and only this needs it
     from diloco.attach.devices import count_devices, place
 
     kind, there = count_devices()
@@ -213,7 +213,7 @@ def _shared_device(config: Config, index: int, count: int) -> list[str]:
 
 @functools.cache  # the peers of one run share it
 def _port() -> int:
-    """A port of this machine on which nobody listens."""
+    """Find a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -224,29 +224,29 @@ def _port() -> int:
 
 @dataclass
 class LocalPeer:
-    """One peer process and what it said."""
+    """One peer process and its reports."""
 
     name: str
     process: subprocess.Popen[str] | Forked
     log: Path
-    log_start: int  # bytes that earlier sessions wrote
+    log_start: int  # size of the log before this session, bytes
     ready: bool = False
-    begun: bool = False  # one of them trains: ranks of data parallel say nothing of themselves
+    begun: bool = False  # True once any peer trains, as only rank 0 of data parallel reports
     summary: Summary | None = None
 
     def hear(self, reports: Reports) -> None:
-        """Listen to it from now on, and wait for its end, in threads."""
+        """Read its reports, and wait for its end, in threads."""
         listening = threading.Thread(target=_listen, args=(self, reports), daemon=True)
         listening.start()
         threading.Thread(target=_wait, args=(self, listening, reports), daemon=True).start()
 
     def stop(self) -> None:
-        """Makes it leave, or kills it if it is not ready: then it waits, and hears no signal."""
+        """Make it leave, or kill it if it is not ready: then it waits, and handles no signal."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT if self.ready or self.begun else signal.SIGKILL)
 
     def has_failed(self) -> bool:
-        """Whether it ended by itself with an error, and without a summary."""
+        """Return True if it ended by itself with an error, and without a summary."""
         return self.process.returncode > 0 and self.summary is None
 
     def last_words(self) -> str | None:
@@ -260,7 +260,7 @@ class LocalPeer:
         return next(reversed(errors or lines), None)
 
     def error(self) -> DilocoError:
-        """What it ended with, with the exit code."""
+        """Return its error, with its exit code."""
         words = self.last_words()
         if self.process.returncode < 0:
             killed = f"{self.name} was killed ({words}) before training began"
@@ -270,7 +270,7 @@ class LocalPeer:
         return error
 
 
-# What the peers say, in the order in which they say it; None when one has ended.
+# Reports of the peers in the order of their arrival; None when a peer has ended.
 Reports: TypeAlias = "queue.Queue[tuple[LocalPeer, Report | None]]"
 
 
@@ -321,7 +321,7 @@ def _listen(peer: LocalPeer, reports: Reports) -> None:
 
 
 def _wait(peer: LocalPeer, listening: threading.Thread, reports: Reports) -> None:
-    """Tells that a peer has ended; what it has started may outlive it, and keep its output open."""
+    """Report that a peer has ended; its children may outlive it, and keep its output open."""
     peer.process.wait()
     listening.join(LINGERING_S)
     reports.put((peer, None))
@@ -330,7 +330,7 @@ def _wait(peer: LocalPeer, listening: threading.Thread, reports: Reports) -> Non
 def _follow(
     peers: list[LocalPeer], reports: Reports, view: LiveView, stop: Sequence[int]
 ) -> LocalPeer | None:
-    """Show what the peers say until all have ended; the first that failed before training began."""
+    """Show reports until all peers have ended; return the first that failed before training."""
     from diloco.rundir.reporting import Finished, PeerStatus, Ready
 
     running, culprit = {peer.name for peer in peers}, None
@@ -364,7 +364,7 @@ def _interrupted(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def _forwarding(peers: list[LocalPeer]) -> Iterator[list[int]]:
-    """Passes Ctrl+C on, or notice of the end of a job; yields the signals that came."""
+    """Pass Ctrl+C, or the signal at the end of a job, on to the peers; yield signals received."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:

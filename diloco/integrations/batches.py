@@ -20,7 +20,7 @@ IGNORED = -100  # of labels, where there is nothing to learn
 
 
 def order_by_(loader: Any, seed: int, epoch: int) -> bool:
-    """Have a loader, not read yet, draw its order by this seed; False where it draws none."""
+    """Make an unread loader shuffle by this seed; return False if it does not shuffle."""
     sampler = _sampler(loader)
     if hasattr(sampler, "initial_seed"):  # Accelerate's adds the epoch itself
         sampler.initial_seed = seed
@@ -45,7 +45,7 @@ def check_has_batches(loader: Any) -> None:
 
 
 def remedy(loader: Any) -> str:
-    """What to do about a loader that draws no order."""
+    """Advice for the user of a loader that does not shuffle."""
     sampler = _sampler(loader)
     if sampler is None:
         return (
@@ -59,23 +59,23 @@ def remedy(loader: Any) -> str:
 
 
 def _sampler(loader: Any) -> Any:
-    """What draws the indices, below whatever is wrapped around it; None for a stream."""
+    """Find the sampler that draws the indices, inside its wrappers; None for a stream."""
     sampler = getattr(loader, "batch_sampler", None)
     while sampler is not None:
         inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         if inner is None:
-            # torch's, of every stream
+            # torch gives this sampler to every stream
             return None if type(sampler).__name__ == "_InfiniteConstantSampler" else sampler
         sampler = inner
     return None
 
 
 def tokens_of(batch: Any) -> Tensor | int:
-    """Tokens of a batch without padding; its samples where it has none, as with pictures.
+    """Count the tokens of a batch without padding; its samples if it has no tokens (pictures).
 
-    The batch alone tells it, so equal batches count alike in all peers: the elements of `input_ids`
-    and of everything named like it, or else of the largest matrix of integers. The result may be on
-    the batch's device, so that nobody waits for it.
+    Only the batch counts, so equal batches have equal weight at all peers: the elements of each
+    tensor named `*input_ids`, or else of the largest matrix of integers. The result may be a tensor
+    on the batch's device, so that training need not wait for it.
     """
     tensors = list(_tensors(batch, ""))
     ids = [both for both in tensors if both[0].endswith("input_ids")]
@@ -85,7 +85,7 @@ def tokens_of(batch: Any) -> Tensor | int:
         return sum(
             _unmasked(tensor, masks.get(mask)) for (_, tensor), mask in zip(ids, names, strict=True)
         )
-    integers = (torch.int32, torch.int64)  # pictures are of smaller ones
+    integers = (torch.int32, torch.int64)  # pictures have smaller integers
     matrices = [tensor for name, tensor in tensors if tensor.ndim > 1 and "mask" not in name]
     if matrices := [matrix for matrix in matrices if matrix.dtype in integers]:
         return torch.stack([(matrix != IGNORED).sum() for matrix in matrices]).max()

@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 from diloco.integrations.membership import Membership, SwarmCallback, peer_state
 from diloco.rundir.checkpoint import copied
 
-KEY = "diloco"  # of what a checkpoint of Lightning holds for this callback
+KEY = "diloco"  # key of this callback's state in a checkpoint of Lightning
 
 
 class DilocoLightningCallback(SwarmCallback, Callback):
@@ -39,7 +39,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
 
     def __init__(self, **settings: Any) -> None:
         remedy = "lower the optimizer's learning rate, or gradient_clip_val"
-        # Lightning's handlers wait for the end of a batch
+        # Lightning's own handlers of these signals wait for the end of a batch
         self._membership = Membership(settings, remedy, over=(signal.SIGTERM, signal.SIGUSR1))
         self._saved: PeerState | None = None
         self._scheduled: list[ScheduledStep] = []
@@ -79,7 +79,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
         own = self._membership.order(loaders, trainer.current_epoch)
         has_workers = any(getattr(loader, "num_workers", 0) for loader in loaders)
         if own and has_workers and fetcher is not None:
-            iter(fetcher)  # workers read ahead, and have begun with the old order
+            iter(fetcher)  # restart workers, which have prefetched in the old order
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
@@ -88,7 +88,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
         self._membership.see(batch)
         scheduled = _scheduled(trainer)
         if self.attachment is not None and scheduled != self._scheduled:
-            # a callback has changed them, as StochasticWeightAveraging does
+            # a callback has replaced them, as StochasticWeightAveraging does
             self._scheduled, self.attachment.schedulers = scheduled, Schedulers(scheduled)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -112,7 +112,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
         self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         if self._fits:
-            self._membership.pause()  # until the next batch: Lightning writes after this
+            self._membership.pause()  # until the next batch: Lightning writes files after this hook
             if trainer.is_global_zero:
                 assert self._membership.swarm is not None
                 with peer_state(self._membership.swarm) as (groups, state):
@@ -138,7 +138,7 @@ class DilocoLightningCallback(SwarmCallback, Callback):
 
 
 def _scheduled(trainer: Trainer) -> list[ScheduledStep]:
-    """The schedules that are the swarm's."""
+    """List the schedules with `interval="step"`, which follow the swarm."""
     batches = trainer.accumulate_grad_batches
     return [
         ScheduledStep(config.scheduler, every=math.lcm(config.frequency, batches) // batches)
@@ -148,9 +148,9 @@ def _scheduled(trainer: Trainer) -> list[ScheduledStep]:
 
 
 def _steps(trainer: Trainer) -> float:
-    """Steps of the optimizer after which a Trainer ends that begins now; infinite if unknown."""
+    """Optimizer steps that a starting Trainer will make; infinite if unknown."""
     try:
         steps = trainer.estimated_stepping_batches
-    except MisconfigurationException:  # a schedule of accumulation
+    except MisconfigurationException:  # gradient accumulation that changes by epoch
         steps = trainer.max_steps
     return steps if steps >= 0 else math.inf

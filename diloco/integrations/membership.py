@@ -1,4 +1,4 @@
-"""What the callbacks for all trainers share: a peer that joins when training begins, and leaves
+"""The base of the callbacks for all trainers: a peer that joins when training begins, and leaves
 when it ends.
 
 1. Training begins: the optimizer is attached; the peer's key lies in the trainer's directory.
@@ -27,14 +27,14 @@ from diloco.rundir.checkpoint import CheckpointStore
 from diloco.rundir.files import exclusive
 
 KEY = "output directory"
-# the underscore: the Trainer's uploads to the hub leave it out, and a peer's key is in it
+# the Trainer does not upload folders with an underscore, and this one holds the peer's key
 FOLDER = "_diloco"
-# The next training of a run in this process goes on as the same peer, in whatever directory.
+# By run: the next training of a run in this process is the same peer, in any directory.
 _directories: dict[str, Path] = {}
 
 
 class SwarmCallback:
-    """What the callbacks offer besides what their trainers call."""
+    """Public methods of the callbacks that are not hooks of their trainers."""
 
     _membership: Membership
 
@@ -49,21 +49,21 @@ class SwarmCallback:
 
 
 class Membership:
-    """A peer that takes part while a trainer trains; `ConfigError` for settings that cannot be.
+    """A peer that takes part while a trainer trains; `ConfigError` for invalid settings.
 
-    `over` are the signals whose handlers the trainer itself sets, and `remedy` is what helps in it
-    when training diverges.
+    `over` are signals for which the trainer sets handlers itself, and `remedy` is the trainer's
+    advice when training diverges.
     """
 
     def __init__(self, settings: dict[str, Any], remedy: str, over: Sequence[int] = ()) -> None:
         if "run_id" not in settings:
             raise ConfigError("run_id is missing; peers of one run have the same")
         self._settings, self._remedy, self._over = settings, remedy, over
-        Swarm(**self._settings)  # complains now, and not after the data is there
+        Swarm(**self._settings)  # raises now, not only once the data is prepared
         self.attachment: Attachment | None = None
         self.swarm: Swarm | None = None
         self._active: ActivePeers | None = None
-        self._tokens: list[Tensor | int] = []  # of the micro-batches of the coming step
+        self._tokens: list[Tensor | int] = []  # by micro-batch of the coming step
         self._pause = ExitStack()
 
     def open(
@@ -93,7 +93,7 @@ class Membership:
         swarm = self.swarm = Swarm(**{"identity": folder / "identity.key", **self._settings})
         has_key = "identity" not in self._settings and rank == 0
         if has_key and (before := _directories.get(run)) and not (folder / "identity.key").exists():
-            with suppress(OSError):  # then it is another peer
+            with suppress(OSError):  # without the old key it is a new peer
                 copytree(before, folder, dirs_exist_ok=True)
         if has_key:
             _directories[run] = folder
@@ -115,7 +115,7 @@ class Membership:
         return self.attachment
 
     def shard(self, dataset: Any, index: int | None, of: int | None) -> Any:
-        """As `Swarm.shard`, before there is a swarm: of a stream, or a part of anything."""
+        """As `Swarm.shard` before a swarm exists: a share of a stream, or a part of any dataset."""
         active = self._active = self._active or ActivePeers()
         if index is None and of is None and hasattr(dataset, "__len__"):
             raise ConfigError(
@@ -125,7 +125,7 @@ class Membership:
         return shard(dataset, lambda _: 0, lambda: active, index, of, ReadPosition(None))
 
     def order(self, loaders: Sequence[Any], epoch: int) -> bool:
-        """Let the peer read in an order of its own; whether a loader can. Before they are read."""
+        """Give unread loaders an order of this peer; return True if at least one shuffles."""
         assert self.swarm is not None
         seed = self.swarm.seed
         without = [loader for loader in loaders if not order_by_(loader, seed, epoch)]
@@ -141,12 +141,12 @@ class Membership:
         return {} if self.swarm is None else self.swarm.figures()
 
     def see(self, batch: Any) -> None:
-        """A micro-batch of the coming step."""
+        """Count the tokens of a micro-batch of the coming step."""
         if self.attachment is not None:
             self._tokens.append(tokens_of(batch))
 
     def count(self) -> None:
-        """All ranks, before each step of the optimizer: tell its tokens, unless somebody did."""
+        """All ranks, before each optimizer step: report its tokens, unless the program did."""
         tokens, self._tokens = self._tokens, []
         if self.attachment is None or self.attachment.counted_tokens:
             return
@@ -159,23 +159,23 @@ class Membership:
         self.attachment.count(int(total))
 
     def is_over(self, steps: float) -> bool:
-        """Whether the swarm has made so many inner steps, or the peer was told to end."""
+        """Return True once the swarm has made so many inner steps, or a signal ends the peer."""
         if self.swarm is None or self.attachment is None:
             return False
         return self.attachment.interrupted or self.swarm.steps >= steps
 
     def pause(self) -> None:
-        """Until `go_on` the peer takes no inner steps, and the others wait for it for a while."""
+        """Take no inner steps until `go_on`; the other peers wait for a while."""
         if self.attachment is not None:
             self._pause.close()
             self._pause.enter_context(self.attachment.anchored())
 
     def go_on(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         self._pause.close()
 
     def finish(self) -> None:
-        """No inner step follows: what is saved from here on has all updates in it."""
+        """Adopt the last updates, for the model to be saved. No inner step may follow."""
         if self.attachment is not None:
             self.go_on()
             self.attachment.finish()
@@ -188,7 +188,7 @@ class Membership:
         self.end_if_told()
 
     def leave(self, error: type[BaseException] = RuntimeError) -> None:
-        """Leave the swarm, if the peer takes part: its training failed, or begins again."""
+        """Leave the swarm, if the peer takes part, because training failed or starts again."""
         self._pause.pop_all()
         with suppress(Exception):
             if self.swarm is not None:
@@ -196,11 +196,11 @@ class Membership:
 
     @property
     def ended_by(self) -> int:
-        """The signal that ends the program, as all ranks know; 0 without one."""
+        """The signal that ends the program, the same on all ranks; 0 without one."""
         return 0 if self.attachment is None else self.attachment.ended_by
 
     def end_if_told(self) -> None:
-        """Leave and end the program, if a signal said so."""
+        """Leave and end the program after a signal."""
         if self.ended_by:
             self.leave()
             raise SystemExit(128 + self.ended_by)
@@ -208,7 +208,7 @@ class Membership:
 
 @contextmanager
 def peer_state(swarm: Swarm) -> Iterator[tuple[Groups, dict[str, Any]]]:
-    """Rank 0: what `PeerState.restore` reads. The tensors are live, and do not move inside."""
+    """Rank 0: yield the input of `PeerState.restore`; its tensors do not change in the block."""
     assert swarm.run is not None and swarm.attachment is not None
     with swarm.attachment.checkpointing() as saved:
         tensors, state = PeerState.of(swarm.attachment, swarm.run, saved).flatten()
@@ -223,7 +223,7 @@ def save_beside(checkpoint: Path, swarm: Swarm) -> None:
 
 
 def load_beside(checkpoint: Path) -> PeerState | None:
-    """What `save_beside` wrote, if anything. Raises `CheckpointError` if it cannot be used."""
+    """Load what `save_beside` wrote; None without it. Raises `CheckpointError` if unusable."""
     latest = CheckpointStore(checkpoint / FOLDER, 1, KEY).load_latest()
     if latest is None:
         return None

@@ -54,17 +54,17 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
     def __init__(self, *, resume_from: str | Path | None = None, **settings: Any) -> None:
         self._membership = Membership(settings, "lower learning_rate, or max_grad_norm")
         self._resume_from = resume_from
-        self._trainers: WeakSet[Trainer] = WeakSet()  # whose batches are seen
+        self._trainers: WeakSet[Trainer] = WeakSet()  # Trainers whose methods are wrapped
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Put the swarm's figures into the logs before the Trainer's own callbacks send these."""
         known = self._find_trainer().callback_handler.callbacks
         if not any(isinstance(callback, _Figures) for callback in known):
-            # this callback is called once more, as the list has grown before it
+            # the insertion shifts this callback, so the Trainer calls it once more
             known.insert(0, _Figures(self._membership))
 
     def _find_trainer(self) -> Trainer:
-        """The Trainer that calls this; from now on this sees what it trains on."""
+        """Find the calling Trainer, and wrap its methods to count tokens and to leave on errors."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
             frame = frame.f_back
@@ -121,7 +121,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
             self._membership.pause()
 
     def _saved(self, args: Any, state: Any) -> PeerState | None:
-        """The peer's part of the checkpoint that the Trainer goes on from."""
+        """Load the peer's part of the checkpoint from which the Trainer resumes."""
         if not state.global_step:
             return None
         given = (self._resume_from, args.resume_from_checkpoint, _checkpoint(args, state))
@@ -153,7 +153,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
         self._end_if_told(args, state, control)
 
     def _end_if_told(self, args: Any, state: Any, control: Any) -> None:
-        """A signal came: end with a checkpoint, and the process after that (`on_train_end`)."""
+        """After a signal, stop with a checkpoint; `on_train_end` then ends the process."""
         if self._membership.ended_by:
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = args.save_strategy != "no" and state.global_step > 0
@@ -178,7 +178,7 @@ class DilocoCallback(SwarmCallback, TrainerCallback):
         if swarm is not None and is_whole and checkpoint.is_dir():
             try:
                 save_beside(checkpoint, swarm)
-            except CheckpointError as error:  # the swarm has the model; the next may be written
+            except CheckpointError as error:  # the swarm has the model; the next one may succeed
                 logger.warning("%s", error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -190,7 +190,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 class _Figures(TrainerCallback):
-    """Adds the figures of the swarm to what the Trainer logs of its training."""
+    """Adds the figures of the swarm to the Trainer's training logs."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership

@@ -1,5 +1,4 @@
-"""The swarm over hivemind: the only part that knows it. `node.Node` is what the training loop
-holds."""
+"""The swarm over hivemind, which no other package imports. The training loop uses `node.Node`."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from diloco.errors import ConfigError
 
 
 def _defer(name: str) -> None:
-    """Let modules inside a package be imported without its `__init__`, which runs as soon as the
-    package is asked for a name that it does not have yet.
+    """Let modules inside a package be imported without its `__init__`, which then runs when a
+    missing attribute of the package is first read.
 
-    So a program that imports the package itself finds all of it. Nothing happens if the package is
-    imported already, or is missing, which the import of its modules reports.
+    A program that imports the package itself therefore finds all its names. Nothing happens if the
+    package is imported already, or is missing, which the import of its modules reports.
     """
     spec = None if name in sys.modules else find_spec(name)
     if spec is None or spec.loader is None:
@@ -24,7 +23,7 @@ def _defer(name: str) -> None:
     names, loading = vars(package), list[str]()
 
     def load(attribute: str) -> object:
-        with lock:  # other threads wait; `__init__` itself asks for modules that come later in it
+        with lock:  # other threads wait; `__init__` itself reads submodules that it imports later
             if not loading and "__getattr__" in names:
                 loading.append(attribute)
                 try:
@@ -42,11 +41,11 @@ def _defer(name: str) -> None:
         setattr(sys.modules[parent], child, package)
 
 
-# Their `__init__` imports scipy and all that a peer does not use, half of what torch takes.
+# Their `__init__` imports scipy and much else that no peer uses, for half the import time of torch.
 for _package in ("hivemind", "hivemind.p2p", "hivemind.utils", "hivemind.dht"):
     _defer(_package)
 
-try:  # this module makes a semaphore when it is imported
+try:  # importing this module makes a semaphore
     import hivemind.utils.asyncio  # noqa: F401
 except OSError as error:
     needs = f"hivemind needs /dev/shm, which cannot be written ({error.strerror})"

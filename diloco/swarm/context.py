@@ -1,4 +1,4 @@
-"""What all parts of a node share: the core, the tensors, the network, and how to report."""
+"""The context that all parts of a node share: the core, the tensors, the network, and reports."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class Context:
     manifest: str = "{}"  # JSON of the run
     files: Mapping[str, FilePart] = field(default_factory=dict)  # for joiners, by digest
     inner_state: Callable[[], Any] = lambda: None  # `InnerState` of the trainer; used in threads
-    tap: Callable[[Event, float], None] = lambda event, now: None  # sees what the core is told
+    tap: Callable[[Event, float], None] = lambda event, now: None  # gets each event of the core
     tasks: Tasks = field(default_factory=Tasks)
     lines: EventLines = field(default_factory=EventLines)
     penalties: Penalties = field(default_factory=Penalties)
-    # payloads that came in part, and how many bytes of them, by fragment, peer and stamp
+    # partly received payloads and their number of bytes, by fragment, peer and stamp
     partial: dict[tuple[int, str, int], tuple[Tensor, int]] = field(default_factory=dict)
-    # payloads that are being sent: to whom, fragment, peer and stamp
+    # payloads being sent: receiver, fragment, contributor and stamp
     sending: set[tuple[str, int, str, int]] = field(default_factory=set)
-    # by fragment, the stream on which records come, and the newest one that came, or is arriving
+    # by fragment: the stream that receives records, and the newest record, complete or arriving
     fetching: dict[int, PeerStream] = field(default_factory=dict)
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     locks: Sequence[FragmentLock] = field(init=False)
     _moving: dict[object, tuple[Callable[[], int], Callable[[int], object], int]] = field(
         default_factory=dict
     )
-    # set by the node: does what the core asks for; keeps events for watchers; makes a snapshot for
-    # them; values of a part of an anchor, by fragment, head and part, None when that is gone
+    # set by the node: carries out actions of the core; keeps events for watchers; makes a snapshot
+    # for them; reads a part of an anchor by fragment, head and part (None if it is gone)
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
     watch: Callable[[str, dict[str, object], float], None] = lambda kind, fields, now: None
     packed_snapshot: Callable[[float], list[bytes]] = field(init=False)
@@ -83,7 +83,7 @@ class Context:
         return asyncio.get_running_loop().time()
 
     def note(self, kind: str, **fields: object) -> None:
-        """Log one event and keep it for watchers; few of those that others cause (`limits`)."""
+        """Log an event and keep it for watchers; `limits` bounds those that others cause."""
         if kind in CAUSED_BY_OTHERS:
             cause = str(fields.get(CAUSED_BY_OTHERS[kind], ""))
             suppressed = self.lines.suppressed(kind, cause, self.now())
@@ -91,17 +91,17 @@ class Context:
                 return
             fields |= {"suppressed": suppressed} if suppressed else {}
         self.watch(kind, fields, self.now())
-        if kind != "tip":  # the log of metrics has the versions
+        if kind != "tip":  # versions are in the metrics
             self.on_event(kind, fields)
         if kind == "missed":
             logger.warning("%s", _missed(fields))
-        if kind == "other_data":  # nobody would look for that in a log of events
+        if kind == "other_data":  # the user has to see this without opening the event log
             who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
             data = f"{fields['there']}; here {fields['here']}"
             logger.warning("%s has other data (%s): %s", who, data, fields["so"])
 
     def do(self, event: Event) -> Sequence[Action]:
-        """Tell the core what happened, and do what it asks for, which is returned."""
+        """Give the core an event, carry out the actions that it returns, and return them."""
         now = self.now()
         self.tap(event, now)
         actions = self.core.receive(event, now)
@@ -110,7 +110,7 @@ class Context:
         return actions
 
     def offence(self, peer: str, reason: str) -> None:
-        """Refuse a peer for a while that sent what no honest one sends; it is no member then."""
+        """Remove a peer that sent what no honest peer sends, and refuse it for a while."""
         known = self.penalties.refusal(peer, self.now()) is not None
         seconds = self.penalties.offence(peer, reason, self.now())
         if not known:
@@ -119,7 +119,7 @@ class Context:
 
     @contextmanager
     def moving(self, nbytes: Callable[[], int], tell: Callable[[int], object]) -> Iterator[None]:
-        """Within the block, each new number of bytes is told, once a heartbeat."""
+        """Call `tell` with the number of bytes once a heartbeat in the block, if it has changed."""
         here = object()
         self._moving[here] = (nbytes, tell, 0)
         try:
@@ -128,19 +128,19 @@ class Context:
             del self._moving[here]
 
     def tell_moved(self) -> None:
-        """Call those of `moving` whose bytes have become more."""
+        """Call `tell` of each `moving` whose number of bytes has risen."""
         for here, (nbytes, tell, before) in list(self._moving.items()):
             if here in self._moving and nbytes() > before:
                 self._moving[here] = (nbytes, tell, nbytes())
                 tell(nbytes())
 
     def open(self, peer: str) -> AbstractAsyncContextManager[PeerStream]:
-        """A bulk stream to a peer, for the length of an `async with`."""
+        """Open a bulk stream to a peer for an `async with` block."""
         return open_bulk(self.transport, peer, self.traffic)
 
 
 def _missed(fields: Mapping[str, Any]) -> str:
-    """One line on a version without this peer's contribution."""
+    """Describe in one line a version without this peer's contribution."""
     version, took = fields["version"], f"the round took {fields['round_s']:g} s"
     if "nbytes" not in fields:
         why = f"it had made {fields['steps']} of {fields['cycle']} inner steps"

@@ -1,14 +1,14 @@
-"""How much one peer may ask of another, and what happens to one that misbehaves. Sans-IO; seconds
-of a monotonic clock.
+"""Limits on requests of other peers, and penalties for peers that misbehave. Sans-IO; seconds of a
+monotonic clock.
 
-    what a peer asks for -> bucket, limiter, or list of the newest -> granted, refused, or later
+    a request            -> bucket, limiter, or list of the newest -> granted, refused, or later
     an offence           -> refused for 10 s -> the next one: 20 s -> 40 s -> ... one hour at most
 
-The limits are far above the needs of an honest peer. What is over one is refused or waits, and is
-no offence: an honest peer treats a refusal as a broken stream and tries again. An offence is what
-no honest peer of this version sends, whatever its link: a message that fits neither its schema nor
-its stream nor the run, or a payload that is not what its contributor signed. The defence against
-those who return under another identity is `diloco/admission`.
+The limits are far above the needs of an honest peer. A request over a limit is refused or waits,
+but is no offence: an honest peer treats a refusal as a broken stream and tries again. An offence is
+a message that no honest peer of this version sends, however bad its link: it does not fit its
+schema, its stream or the run, or it is a payload other than its contributor signed. Against peers
+that return under another identity there is `diloco/admission`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ T = TypeVar("T")
 
 BURST_S = 10.0
 
-# Bytes of a frame, looked at before it is decoded, as `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES`.
+# Most bytes of a frame, checked before decoding, as `MAX_GREETING_BYTES` and `MAX_FRAME_BYTES`.
 REQUEST_BYTES = 2**16
 CONTROL_BYTES, CONTROL_BYTES_PER_FRAGMENT = 2**17, 32
 HELLO_BYTES, HELLO_BYTES_PER_FRAGMENT = 2**19, 256
 REVOCATIONS_BYTES = 2**19
-# Streams at a time, and how many are begun.
+# Open streams, and newly begun ones per second.
 STREAMS, STREAMS_PER_FRAGMENT = 16, 2
 REQUESTS_PER_S = 20.0  # beyond one per fragment
-CONTROL_STREAMS = (8, 1.0, 30.0)  # one is needed, and a few while those before come to their ends
+CONTROL_STREAMS = (8, 1.0, 30.0)  # one is used; earlier ones may still be ending
 MESSAGES_PER_S, MESSAGES_PER_FRAGMENT = 100.0, 4.0
 STRANGERS, STRANGERS_OF_ONE, STRANGERS_OF_ONE_HOST = 128, 4, 32
-# What a peer does because others ask for it.
+# Work that other peers may cause.
 DIALS_PER_S, DIALS_AT_ONCE, MAX_WAITING_DIALS = 32.0, 256.0, 1024
-FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # at once, and in an hour
+FILE_BYTES, FILE_BYTES_IN_ALL, FILE_BYTES_S = 2**27, 2**29, 3600.0  # per peer and in all, an hour
 CALLS_PER_MINUTE, CALL_EVERY_S = 20, 10.0
-# Lines of the event log: at once, and per second after that.
+# Lines of the event log: the burst, and the rate per second.
 LINES, LINES_PER_S = 40.0, 0.1
 LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
-# For how long a peer is refused, and when its offences are forgotten.
+# Seconds for which a peer is refused, and after which its offences are forgotten.
 FIRST_S, LONGEST_S, FORGET_S = 10.0, 3600.0, 86400.0
 
 _CAUSED_BY = {
@@ -59,7 +59,7 @@ CAUSED_BY_OTHERS = {kind: field for field, kinds in _CAUSED_BY.items() for kind 
 
 
 def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
-    """The longest hello of a run, and the longest message after it on a control stream."""
+    """Most bytes of a hello of this run, and of a later message on a control stream."""
     hello = HELLO_BYTES + HELLO_BYTES_PER_FRAGMENT * fragments
     control = max(CONTROL_BYTES, REVOCATIONS_BYTES if closed else 0)
     control += CONTROL_BYTES_PER_FRAGMENT * fragments
@@ -67,15 +67,15 @@ def frame_bytes(fragments: int, closed: bool) -> tuple[int, int]:
 
 
 class Allowance:
-    """How much strangers may ask for in `seconds`: each of them, and all together, as identities
-    cost nothing."""
+    """Amounts that strangers may take in `seconds`: each of them, and all together, because
+    identities cost nothing."""
 
     def __init__(self, each: float, together: float, seconds: float) -> None:
         self._each: Buckets[str] = Buckets(each / seconds, each)
         self._together: Buckets[None] = Buckets(together / seconds, together)
 
     def take(self, peer: str, amount: int, now: float) -> bool:
-        """Whether that peer may have so much; if not, nothing changes."""
+        """Take an amount for a peer and return True; False over a limit, and nothing is taken."""
         left = self._together.left(None, now) >= amount
         both = left and self._each.take(peer, now, amount)
         return both and self._together.take(None, now, amount)
@@ -90,7 +90,7 @@ class Limiter:
         self._open: dict[str, int] = {}
 
     def opened(self, peer: str, now: float) -> str | None:
-        """A peer opens a stream. Returns why it may not; None when it may, and `closed` follows."""
+        """Count a new stream, and return None; return the reason if it is over a limit."""
         streams = self._open.get(peer, 0)
         if streams >= self.most:
             return f"{streams} streams of this peer are open; at most {self.most} may be"
@@ -100,33 +100,33 @@ class Limiter:
         return None
 
     def closed(self, peer: str) -> None:
-        """An allowed stream is over."""
+        """Count the end of an allowed stream."""
         self._open[peer] -= 1
         if not self._open[peer]:
             del self._open[peer]
 
 
 def bulk_streams(fragments: int) -> Limiter:
-    """For the streams that carry requests and tensors."""
+    """Make the limiter of the streams that carry requests and tensors."""
     per_s = REQUESTS_PER_S + fragments
     return Limiter(STREAMS_PER_FRAGMENT * fragments + STREAMS, per_s, per_s * BURST_S)
 
 
 def control_messages(fragments: int) -> Buckets[str]:
-    """How fast the messages of each peer are read from its control stream."""
+    """Make the limit on messages read from the control stream of each peer."""
     per_s = MESSAGES_PER_S + MESSAGES_PER_FRAGMENT * fragments
     return Buckets(per_s, per_s * BURST_S)
 
 
 class Newest(Generic[T]):
-    """The newest streams of strangers. Older ones make room: honest ones are short."""
+    """The newest streams of strangers. The oldest are ended for them: honest ones are short."""
 
     def __init__(self, of_one: int = STRANGERS_OF_ONE) -> None:
         self._of_one = of_one
         self._peers: dict[T, str] = {}  # by stream, the oldest first
 
     def add(self, peer: str, stream: T) -> list[T]:
-        """A stranger (peer or host) opens a stream; returns those that end. `remove` follows."""
+        """Add a stream of a stranger (peer or host); return those to end. `remove` must follow."""
         its = [candidate for candidate, other in self._peers.items() if other == peer]
         over = its[: -(self._of_one - 1)]
         self._peers[stream] = peer
@@ -137,12 +137,12 @@ class Newest(Generic[T]):
         return over
 
     def remove(self, stream: T) -> None:
-        """The stream is over, or its peer is no stranger any more."""
+        """Remove a stream that is over, or whose peer is no stranger any more."""
         self._peers.pop(stream, None)
 
 
 class Dials:
-    """Peers that others have named, and that are to be called: so many at a time."""
+    """Queue of peers that others have named and this one is to call, at a limited rate."""
 
     def __init__(self) -> None:
         self._bucket: Buckets[None] = Buckets(DIALS_PER_S, DIALS_AT_ONCE)
@@ -152,14 +152,14 @@ class Dials:
         return len(self._waiting)
 
     def hear(self, peers: Iterable[str]) -> None:
-        """Somebody names these peers. If there is no room for one, it has to call by itself."""
+        """Queue peers that another peer names; over the limit they have to call themselves."""
         for peer in peers:
             if len(self._waiting) >= MAX_WAITING_DIALS:
                 return
             self._waiting[peer] = None
 
     def due(self, now: float) -> list[str]:
-        """Peers to call now."""
+        """Remove and return the peers to call now."""
         peers = []
         while self._waiting and self._bucket.take(None, now):
             peers.append(next(iter(self._waiting)))
@@ -168,9 +168,9 @@ class Dials:
 
 
 class EventLines:
-    """Which events that others cause are written into the log: so many of each peer and kind.
+    """Limit on log lines of events that others cause, by peer and kind.
 
-    The next line of the kind that is written says how many were not (`suppressed`).
+    The next line of the kind that is written has the number of lines left out (`suppressed`).
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class EventLines:
         self._suppressed: dict[str, int] = {}  # by kind
 
     def suppressed(self, kind: str, peer: str, now: float) -> int | None:
-        """How many lines of this kind were left out since the last one; None: this one is, too."""
+        """Return how many lines of this kind were left out; None if this one has to be, too."""
         if not self._of_peer.take((kind, peer), now) or not self._of_kind.take(kind, now):
             self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
             return None
@@ -202,14 +202,14 @@ def offences() -> Iterator[None]:
 
 
 class Penalties:
-    """Which peers are refused until when. After a day without an offence the count begins anew."""
+    """Offences and refusals by peer. After a day without an offence a count restarts."""
 
     def __init__(self) -> None:
-        # offences, until when, why; the newest is last
+        # by peer: number of offences, end of the refusal, reason; the newest is last
         self._records: dict[str, tuple[int, float, str]] = {}
 
     def offence(self, peer: str, reason: str, now: float) -> float:
-        """Count an offence, once while the peer is refused; returns for how many seconds it is."""
+        """Count an offence, once while the peer is refused; return the seconds of its refusal."""
         before, until, _ = self._records.pop(peer, (0, 0.0, ""))
         if now >= until:
             before = 1 if now >= until + FORGET_S else before + 1
@@ -219,6 +219,6 @@ class Penalties:
         return until - now
 
     def refusal(self, peer: str, now: float) -> str | None:
-        """One line for a peer that is refused now: how long, and why; None for all others."""
+        """Say for how long a peer is refused now, and why; None if it is not."""
         _, until, reason = self._records.get(peer, (0, now, ""))
         return f"refused for {until - now:.0f} s more: {reason}"[:400] if now < until else None

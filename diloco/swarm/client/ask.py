@@ -147,7 +147,7 @@ async def ask_for_doctor(visitor: Transport, peers: Sequence[ProbeResult]) -> di
 
 
 async def _ways(visitor: Libp2p, peers: Sequence[ProbeResult]) -> list[str]:
-    """How bulk bytes get from here to the peers: "ann direct"."""
+    """List the route of bulk bytes from here to each peer, such as "ann direct"."""
     visitor.direct = True
     await _probe_all(visitor, [peer.peer for peer in peers])
     return [f"{plain(result.reply.name)} {visitor.way(result.peer)}" for result in peers]

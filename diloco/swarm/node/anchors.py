@@ -1,8 +1,8 @@
-"""The tensors of a node: pseudo-gradients taken, anchors moved and loaded, versions merged,
-checkpoints copied.
+"""Tensor work of a node: encoding pseudo-gradients, moving and loading anchors, merging versions,
+copying checkpoints.
 
-Work on whole fragments runs in a thread. Whoever reads or moves an anchor holds the fragment's lock
-until the thread has ended and the core knows.
+Work on whole fragments runs in a thread. A coroutine that reads or moves an anchor holds the
+fragment's lock until the thread has ended and the core has its event.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from diloco.swarm.node.saved import Saved
 from diloco.swarm.rpc.updates import Update, payload_digest, update_digest
 from diloco.swarm.wire.tasks import in_thread
 
-MOST_SAME = 64  # pairs of peers with the same data that are named
+MOST_SAME = 64  # pairs of peers with the same data that are reported
 
 
 class Anchors:
-    """Reads and writes anchors. `loaded`: number and work of heads that training started from."""
+    """Reads and writes anchors. `loaded`: by fragment, number and work of the head last loaded."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._replica, self._core = context, context.replica, context.core
-        # by fragment: head and values of an older anchor, whose parts others still fetch
+        # by fragment: head and values of an older anchor, parts of which others still fetch
         self._copies: dict[int, tuple[str, Tensor]] = {}
-        self._saving = ExitStack()  # locks that are held until the checkpoint is written
+        self._saving = ExitStack()  # locks held until the checkpoint is written
         self._same_data: set[tuple[str, str]] = set()
         self.loaded = [(f.tip.head.number, f.tip.head.work) for f in context.core.facts.fragments]
 
-    # -- what the training loop learned, and where it goes on --------------------------------------
+    # -- pseudo-gradients and local parameters -----------------------------------------------------
 
     async def capture(self, line: Line) -> None:
-        """Take and encode a pseudo-gradient; with an overlap training goes on once it is copied."""
+        """Encode a pseudo-gradient; with an overlap, training continues once it is copied."""
         replica, fragment = self._replica, line.fragment
         can_copy = replica.settings.overlap and replica.local.can_copy(replica.fragments[fragment])
         if can_copy and await in_thread(replica.copy_local, fragment):
@@ -62,13 +62,13 @@ class Anchors:
         payload = self._replica.capture(fragment)
         try:
             norm = self._replica.payload_norm(fragment, payload)
-        except PayloadError as error:  # it would be refused of others, too
+        except PayloadError as error:  # other peers would refuse it, too
             remedy = "lower inner.lr or outer.lr; the last checkpoint is good"
             raise DivergedError(f"training diverged: {error}; {remedy}") from None
         return payload, norm, payload_digest(payload)
 
     async def load(self, fragment: int) -> None:
-        """Local parameters become the anchor, or are mixed with it where training went on."""
+        """Load the anchor into the local parameters, or mix them if training went on."""
         f = self._core.facts.fragments[fragment]
         mixing = 0.0 if f.learned.steps_left is None or f.stale else self._replica.settings.mixing
         async with self._context.locks[fragment].reading():
@@ -77,7 +77,7 @@ class Anchors:
             self._context.do(events.Loaded(fragment, f.tip.head.id))
 
     async def show(self) -> None:
-        """The parameters become the anchors, but are not counted as loaded."""
+        """Load the anchors into the parameters without counting them as loaded."""
         for fragment, lock in enumerate(self._context.locks):
             async with lock.reading():
                 await in_thread(self._replica.show_anchor_, fragment)
@@ -87,7 +87,7 @@ class Anchors:
     async def merge(self, action: events.Merge) -> None:
         """Make the update of the next version."""
         fragment, replica = action.fragment, self._replica
-        # the master moves, which a checkpoint may be reading
+        # `merge` moves the master, which a checkpoint may be reading
         async with self._context.locks[fragment].writing():
             replica.hold(fragment)
             aggregate, state = replica.aggregates[fragment], replica.states[fragment]
@@ -104,7 +104,7 @@ class Anchors:
             left_out = frozenset(made.left_out)
             digest = update_digest(update.digests)
             self._context.do(events.Merged(fragment, action.base, update, digest, left_out))
-            # the core dropped it, and the next version must not hold it, too
+            # the core dropped this version, and the next one must not contain it, too
             if not self._core.facts.fragments[fragment].inbox.moves_own:
                 await self._restart(fragment)
 
@@ -122,8 +122,8 @@ class Anchors:
                 note("same_data", **fields, peers=pair, names=names, cosine=round(cosine, 6))
 
     async def apply(self, action: events.Apply) -> None:
-        """Move an anchor by an update, if it leads to what its head says."""
-        # contributions that arrive at this moment are heard first
+        """Move an anchor by an update, if the result has the digests of the head."""
+        # let contributions that have arrived reach the core first
         await asyncio.sleep(0)
         async with self._context.locks[action.fragment].writing():
             self._context.do(await self._apply(action))
@@ -151,7 +151,7 @@ class Anchors:
         return Applied(fragment, head.id, parts)
 
     async def replace(self, action: events.Replace) -> None:
-        """Replace an anchor by parts, each of which has its digest."""
+        """Replace an anchor by fetched parts, whose digests were checked."""
         await asyncio.sleep(0)
         fragment, anchor = action.fragment, self._replica.anchors[action.fragment]
         async with self._context.locks[fragment].writing():
@@ -166,7 +166,7 @@ class Anchors:
             await in_thread(self._replica.aggregates[fragment].restart)
 
     async def _keep_copies(self, fragment: int) -> None:
-        """Keep what others read of this anchor, and the base of what is being learned from it."""
+        """Before an anchor moves, copy it for peers that fetch it, and keep training's base."""
         core = self._core.facts
         f, copy = core.fragments[fragment], self._copies.get(fragment)
         pinned = f.outbox.kept(self._context.now())
@@ -179,7 +179,7 @@ class Anchors:
             await in_thread(self._replica.keep_base, fragment)
 
     async def read_part(self, fragment: int, head: str, part: int) -> Tensor | None:
-        """Values (fp32) of a part of the anchor of a head; None when that is not here any more."""
+        """Read a part (fp32) of the anchor of a head; None if that anchor is gone."""
         f, copy = self._core.facts.fragments[fragment], self._copies.get(fragment)
         start, stop = part_ranges(self._replica.fragments[fragment].numel)[part]
         if copy and copy[0] == head:
@@ -189,7 +189,7 @@ class Anchors:
             return self._replica.anchors[fragment][start:stop].clone() if is_here else None
 
     def follow(self) -> None:
-        """Keep momentum and window of fragments whose author is this peer, or would be next."""
+        """Keep momentum and window of fragments that this peer authors, or would inherit."""
         core = self._core.facts
         heirs = [f.index for f in core.fragments if core.me in (core.author_of(f), core.second(f))]
         for f in core.fragments:
@@ -204,7 +204,7 @@ class Anchors:
     # -- checkpoints -------------------------------------------------------------------------------
 
     async def snapshot(self, copies: bool) -> Saved:
-        """Anchors with their tips, outer states and residuals, each fragment at one moment.
+        """Return anchors with tips, outer states and residuals, consistent within each fragment.
 
         Without `copies` the tensors are the live ones, locked until `end_snapshot`: there may be no
         memory for copies.
@@ -223,10 +223,10 @@ class Anchors:
             await lock.start_reading()
             self._saving.callback(lock.stop_reading)
             aggregate = replica.aggregates.get(fragment)
-            state = replica.states.get(fragment)  # with copies it may be released meanwhile
+            state = replica.states.get(fragment)  # with copies, the entry may be dropped below
             vectors = [replica.anchors[fragment]]
             if aggregate and state:
-                # A version that is made and not applied is in the master already.
+                # The master already contains a version that is made and not yet applied.
                 ahead = core.fragments[fragment].inbox.moves_own
                 vectors += [vectors[0] if ahead else aggregate.master, *state.vectors]
             anchor, *rest = await in_thread(_clones, vectors) if copies else vectors
@@ -246,7 +246,7 @@ class Anchors:
         return Saved(anchors, tips, core.loop.processed, core.loop.stamp, outer, residuals, others)
 
     def end_snapshot(self) -> None:
-        """The tensors of the last snapshot may move again."""
+        """Let the tensors of the last snapshot move again."""
         self._saving.close()
 
 

@@ -1,4 +1,4 @@
-"""The sequences that this peer trains on, on their way from the core to the training loop."""
+"""Queue of leased sequences between the core and the training loop."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import threading
 from diloco.messages.fields import Units
 from diloco.ranges import NONE, count, difference, first, union
 
-ROUNDS_AHEAD = 2  # the data must last until an heir answers when an author dies
+ROUNDS_AHEAD = 2  # enough until the heir of an author that died grants leases
 
 
 class LeasedData:
-    """What is leased and not trained on yet; used by the threads of training loop and node."""
+    """Leased sequences without a finished step; used by the threads of training loop and node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # as in the core: sequences stay in it until the step on them is done
+        # the queue of the core, in which sequences stay until the step on them is done
         self._queue: Units = NONE
         self._taken: Units = NONE
-        self.wanted = 0  # sequences that the core should have ahead
+        self.wanted = 0  # sequences that the core should have leased ahead
 
     def plan_round(self, sequences_per_round: int) -> None:
-        """The training loop is going to take that many in a round."""
+        """Set how many sequences the training loop takes in a round."""
         self.wanted = ROUNDS_AHEAD * sequences_per_round
 
     def set_queue(self, queue: Units) -> None:
-        """That is leased to this peer now."""
+        """Replace the queue by the sequences leased now."""
         with self._lock:
             self._queue = queue
             self._taken = difference(self._taken, difference(self._taken, queue))
 
     def take(self, number: int) -> Units | None:
-        """The next sequences to train on; None when there are not enough."""
+        """Take the next sequences to train on; None if fewer are leased."""
         with self._lock:
             taken = first(difference(self._queue, self._taken), number)
             if count(taken) < number:
@@ -40,12 +40,12 @@ class LeasedData:
             return taken
 
     def ahead(self, number: int) -> Units:
-        """Up to `number` sequences that would be taken next, as it looks now."""
+        """Return up to `number` sequences that `take` would return next."""
         with self._lock:
             return first(difference(self._queue, self._taken), number)
 
     def trained(self) -> Units:
-        """What was taken since this was called last: a step has trained on it."""
+        """Remove and return the sequences taken since the last call: a step has trained on them."""
         with self._lock:
             taken, self._taken = self._taken, NONE
             self._queue = difference(self._queue, taken)

@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 10.0
 CLOSE_S = 2.0
 DIALS_EVERY_S = 0.25
-ALIVE_S = 6.0  # in which a process speaks or its stream ends; shorter than DIAL_TIMEOUT_S
-RECORD_LIFE_S = 60.0  # of this peer's addresses in the DHT
+ALIVE_S = 6.0  # a living process sends something in this time; shorter than DIAL_TIMEOUT_S
+RECORD_LIFE_S = 60.0  # lifetime of this peer's addresses in the DHT
 RECORD_PERIOD_S = 15.0
-FORGET_LOST_S = 86400.0  # in which a member that vanished is called again
-NAMED_SETTINGS = 5  # that differ between two manifests
+FORGET_LOST_S = 86400.0  # time for which a vanished member is redialled
+NAMED_SETTINGS = 5  # differing settings in the reason of a refusal
 
 
 class ControlMesh:
     """Keeps a node connected to all others of the run.
 
-    A peer that cannot be reached is left out, and dialled again when it is heard of again. A wrong
-    run or manifest is refused on the stream with the reason. Nothing here raises at the node; when
-    a peer whose word counts refuses this one, `refusal` says why. After the start it counts only as
-    long as no other lets this peer in.
+    A peer that cannot be reached is left out, and dialled again when others name it. A peer with
+    another run or manifest is refused on its stream, with the reason. No error here ends the node.
+    `refusal` is the reason for which a trusted peer refused this one. After the start it counts
+    only while no other peer admits this one.
     """
 
     def __init__(self, context: Context, run: RunSpec) -> None:
@@ -60,11 +60,11 @@ class ControlMesh:
         self._gate.on_revoked = self._pass_on_revocations
         self._outgoing: dict[str, Outgoing] = {}
         self._incoming: dict[str, PeerStream] = {}
-        self._senders: dict[asyncio.Task[None], None] = {}  # they outlive `Tasks`, to say goodbye
+        self._senders: dict[asyncio.Task[None], None] = {}  # outlive `Tasks`, to send goodbyes
         self._dialling: dict[str, asyncio.Task[bool]] = {}
         self._dials = limits.Dials()  # peers that others have named
         self._checking: set[str] = set()
-        # members that vanished: when, and when they were called last
+        # members that vanished: time of that, and of the last call
         self._lost: dict[str, tuple[float, float]] = {}
         self._started = False
         fragments, is_closed = len(context.core.facts.fragments), self._gate.admission is not None
@@ -73,7 +73,7 @@ class ControlMesh:
         self._hello_bytes, self._frame_bytes = limits.frame_bytes(fragments, is_closed)
 
     async def start(self) -> list[str]:
-        """Listen, dial the seeds and those that the DHT names; returns the seeds that answered."""
+        """Listen, and dial the seeds and the peers in the DHT; return the seeds that answered."""
         await self._context.transport.handle(CONTROL, self._serve)
         seeds = self._context.transport.seeds
         answered = await asyncio.gather(*map(self.dial, seeds))
@@ -82,24 +82,24 @@ class ControlMesh:
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
 
     def broadcast(self, message: Message) -> None:
-        """Say something to every connected peer; never blocks."""
+        """Send a message to every connected peer; never blocks."""
         for outgoing in self._outgoing.values():
             outgoing.say(message)
 
     def tell(self, peer: str, message: Message) -> None:
-        """Say something to one peer, if it is connected; never blocks."""
+        """Send a message to one peer, if it is connected; never blocks."""
         if (outgoing := self._outgoing.get(peer)) is not None:
             outgoing.say(message)
 
     def disconnect(self, peer: str) -> None:
-        """End both streams of a peer that is given up; if it lives, it notices and calls."""
+        """End both streams of a lost peer; if it lives, it will call again."""
         if (outgoing := self._outgoing.pop(peer, None)) is not None:
             outgoing.end()
         if (stream := self._incoming.pop(peer, None)) is not None:
             stream.close()
 
     async def close(self) -> None:
-        """Send what was said, and end all streams. The node's tasks are closed already."""
+        """Send queued messages, and end all streams. The node's tasks are closed already."""
         for outgoing in self._outgoing.values():
             outgoing.end()
         if senders := list(self._senders):
@@ -107,13 +107,13 @@ class ControlMesh:
         for sender in senders:
             sender.cancel()
         for stream in self._incoming.values():
-            # hivemind owns the tasks that read them, and logs a task that is cancelled as an error
+            # hivemind owns the tasks that read them, and logs their cancellation as an error
             stream.close()
 
-    # -- who is admitted ---------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def _pass_on_revocations(self, revoked: Revocations) -> None:
-        """A newer list came in. The peers on it are told too, before they are put out."""
+        """Send a newer list to all peers, also to those on it, before they are disconnected."""
         fields = ("number", "token_ids", "peer_ids")
         self._context.note("revoked", **{name: getattr(revoked, name) for name in fields})
         self.broadcast(revoked)
@@ -132,7 +132,7 @@ class ControlMesh:
         return self._context.penalties.refusal(peer, self._context.now())
 
     async def _identity_in_use(self, peer: str, instance: str) -> str | None:
-        """Why a process may not connect: another one has its identity and still speaks."""
+        """Return the reason to refuse a process whose identity another living process uses."""
         older, member = self._incoming.get(peer), self._members.get(peer)
         if older is None or member is None or older.instance == instance:
             return None
@@ -143,27 +143,27 @@ class ControlMesh:
         silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
         return None if silent or self._incoming.get(peer) is not older else IN_USE
 
-    # -- our streams to others ---------------------------------------------------------------------
+    # -- outgoing streams --------------------------------------------------------------------------
 
     def redial_later(self, peer: str) -> None:
-        """A member is gone without a goodbye: it is called again."""
+        """Redial a member that is gone without a goodbye."""
         self._lost[peer] = (self._context.now(), self._context.now())
         forget_oldest(self._lost, MAX_PEERS)
 
     def all_greeted(self) -> bool:
-        """Whether no call is under way, and every peer that answered one has said hello in turn."""
+        """Return True if no call is under way, and all peers that answered have said hello."""
         answered = not self._dials and all(task.done() for task in self._dialling.values())
         return answered and all(peer in self._members for peer in self._outgoing)
 
     def dial(self, peer: str) -> asyncio.Task[bool]:
-        """Open our stream to a peer unless there is one; the result says whether it answered."""
+        """Open a stream to a peer unless there is one; the task returns True if it answered."""
         task = self._dialling.get(peer)
         if task is None or task.done():
             task = self._dialling[peer] = self._context.tasks.start(self._dial(peer))
         return task
 
     def _dial_named(self, peers: Iterable[str]) -> None:
-        """Dial peers that others name, few at a time: else this peer is a tool of whoever did."""
+        """Dial peers that others name, at a limited rate, against floods through this peer."""
         waiting = len(self._dials) > 0
         self._dialling = {peer: task for peer, task in self._dialling.items() if not task.done()}
         known = {self._core.facts.me, *self._outgoing, *self._dialling}
@@ -172,7 +172,7 @@ class ControlMesh:
             self._dial_due()
 
     def _dial_lost(self) -> None:
-        """Call those again that vanished, ever more seldom: a network may have been gone."""
+        """Redial vanished members, with growing pauses: a network may have failed for a while."""
         now = self._context.now()
         for peer, (lost_at, called_at) in list(self._lost.items()):
             if now - lost_at > FORGET_LOST_S:
@@ -216,7 +216,7 @@ class ControlMesh:
         if self._started:
             self.refusal = None
         outgoing = self._outgoing[peer] = Outgoing(stream)
-        # a status broadcast since the hello did not reach this peer
+        # the peer has missed statuses broadcast since the hello was made
         outgoing.say(self._core.status())
         sender = asyncio.create_task(self._send_queued(peer, outgoing))
         self._senders[sender] = None
@@ -224,7 +224,7 @@ class ControlMesh:
         return True
 
     async def _refused(self, peer: str, reason: str) -> None:
-        """A peer does not let this one in; only the word of a seed or of a believed peer counts."""
+        """Note a refusal of this peer; only that of a seed or of a trusted peer counts."""
         context, transport = self._context, self._context.transport
         context.note("refused_us", peer=peer, why=reason)
         believed = self._gate.trusts(peer) and self._gate.authors(peer)
@@ -242,7 +242,7 @@ class ControlMesh:
             context.tasks.notify()
 
     async def _send_queued(self, peer: str, outgoing: Outgoing) -> None:
-        """Our side of the stream to a peer, until either side ends it."""
+        """Write queued messages to a peer's stream until either side ends it."""
         stream = outgoing.stream
         ended = asyncio.create_task(_end_of(stream))
         ended.add_done_callback(lambda _: outgoing.awake.set())
@@ -252,7 +252,7 @@ class ControlMesh:
                 async with asyncio.timeout(DIAL_TIMEOUT_S):
                     await outgoing.flush()
             if not ended.done():
-                return  # this side has ended it
+                return  # this side has ended the stream
         except BROKEN as error:
             logger.debug("the stream to %s broke: %r", peer, error)
         finally:
@@ -262,10 +262,10 @@ class ControlMesh:
                 del self._outgoing[peer]
         await self._ended(peer)
 
-    # -- the streams of others to us ---------------------------------------------------------------
+    # -- incoming streams --------------------------------------------------------------------------
 
     async def _serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
-        """Their stream to us: hello, then whatever they say."""
+        """Read an incoming stream: a hello, then messages."""
         stream = PeerStream(peer, reader, writer, self._context.traffic)
         why = self._streams.opened(peer, self._context.now())
         if why is not None:
@@ -288,7 +288,7 @@ class ControlMesh:
     async def _listen(self, peer: str, stream: PeerStream) -> None:
         context = self._context
         penalty = self._penalty(peer)
-        if penalty is not None:  # and nothing that it says is decoded
+        if penalty is not None:  # its messages are not even decoded
             await stream.refuse(penalty, discard=self._hello_bytes)
             return
         with offences():
@@ -300,7 +300,7 @@ class ControlMesh:
         self._check_message(hello)
         await stream.send(Welcome())
         if context.tasks.closed:
-            raise ConnectionError("this node is closed")  # since the hello was read
+            raise ConnectionError("this node is closed")  # while the hello was read
         self._incoming[peer], stream.instance = stream, hello.instance
         self._gate.learn_seal(self._run.manifest_hash, hello.seal)
         context.do(Connected(peer, hello))
@@ -319,25 +319,25 @@ class ControlMesh:
             else:
                 context.do(Heard(peer, message))
             delay_s = self._messages.delay_s(peer, context.now())
-            if delay_s:  # it says more than any honest peer, so it is read more slowly
+            if delay_s:  # more messages than an honest peer sends are read slowly
                 await asyncio.sleep(delay_s)
 
     def _objection(self, peer: str, hello: Hello) -> str | None:
-        """Why a peer may not connect."""
+        """Return the reason to refuse a peer; None if it may connect."""
         if (reason := self._gate.objection(peer, hello)) is not None:
             self._gate.on_refused(peer, reason)
             return reason
         return "this peer is leaving" if self._context.tasks.closed else self._core.objection(hello)
 
     def _check_message(self, message: Message) -> None:
-        """Raises `Offence` for what no honest peer of this run says on a control stream."""
+        """Raise `Offence` for a message that no honest peer of this run sends here."""
         if message.place not in (Place.HELLO, Place.CONTROL):
             raise Offence(f"a control stream does not carry {type(message).__name__}")
         if (why := self._core.misfit(message)) is not None:
             raise Offence(why)
 
     async def _give_up(self, peer: str, stream: PeerStream, error: PayloadError) -> None:
-        """A peer said something invalid: it is lost, and hears why when it calls again."""
+        """Drop a peer that sent an invalid message; it gets the reason when it calls again."""
         context, new = self._context, self._incoming.get(peer) is not stream
         if isinstance(error, Offence):
             context.offence(peer, str(error))
@@ -348,11 +348,11 @@ class ControlMesh:
                 await stream.refuse(str(error), discard=0)
 
     async def _call_back(self, peer: str) -> None:
-        """Dial a caller twice: a call that had begun fails when its connection is replaced."""
+        """Dial a caller, twice: a call that had begun fails when its connection is replaced."""
         await self.dial(peer) or await self.dial(peer)
 
     async def _ended(self, peer: str) -> None:
-        """A stream ended. Who said goodbye is gone; any other gets one more call."""
+        """After a stream's end, drop a peer that said goodbye, and call any other once more."""
         member = self._members.get(peer)
         if self._context.tasks.closed or member is None or peer in self._checking:
             return
@@ -369,7 +369,7 @@ class ControlMesh:
             self._checking.discard(peer)
 
     async def _discover(self) -> None:
-        """Once in a while tell the DHT where this peer is, and dial those that it names."""
+        """Periodically store this peer's addresses in the DHT, and dial the peers found there."""
         transport = self._context.transport
         while True:
             named: dict[str, list[str]] = {}
@@ -383,13 +383,13 @@ class ControlMesh:
             self._dial_named(named)
             for member in self._members.all():
                 self._lost.pop(member.peer, None)
-                # a member may have refused our call when it called us; then it hears nothing yet
+                # a member that called us may have refused our call: then it gets no messages
                 self.dial(member.peer)
             self._dial_lost()
             await asyncio.sleep(RECORD_PERIOD_S)
 
 
 async def _end_of(stream: PeerStream) -> None:
-    """Returns when the other side ends a stream on which it has nothing to say."""
+    """Wait until the other side ends a stream on which it sends nothing."""
     with contextlib.suppress(*BROKEN, PayloadError):
         await stream.receive(None)

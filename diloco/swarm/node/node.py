@@ -1,4 +1,4 @@
-"""The swarm node: one peer of a run, and what its training loop asks of it.
+"""The swarm node: one peer of a run, as its training loop uses it.
 
     training loop > Node > core > actions > Anchors (tensors), ControlMesh and rpc (streams)
     other peers > ControlMesh, Server > core
@@ -42,7 +42,7 @@ from diloco.swarm.wire.transport import Transport
 __all__ = ["Connect", "Node", "OnEvent"]
 
 DISCOVERY_S = CLOSE_S = 5.0
-READ_S = 10.0  # in which others read what this peer still sends when it leaves
+READ_S = 10.0  # time for others to read the last messages of a leaving peer
 
 Connect = Callable[[NodeOptions], Awaitable[Transport]]
 """Opens the transport of a node; raises `SwarmError` when nobody is there."""
@@ -51,18 +51,18 @@ Connect = Callable[[NodeOptions], Awaitable[Transport]]
 class Node:
     """One peer in the swarm; `open` makes it.
 
-    On failure: peers that vanish are dealt with by the core and become events. A task of the node
-    that fails re-raises in every coroutine that waits for the swarm, now and later. `interrupt`
-    ends all waiting for others.
+    On failure: the core handles peers that vanish, and reports them as events. The error of a
+    failed task of the node is raised in every coroutine that waits for the swarm, now and later.
+    `interrupt` ends all waiting for others.
     """
 
     def __init__(self, options: NodeOptions, context: Context) -> None:
         self.context, self.core, self.replica = context, context.core, context.replica
         self.traffic, self.addresses = context.traffic, context.transport.addresses
-        self.advice = context.transport.advice  # how others could connect, if they cannot
+        self.advice = context.transport.advice  # for the user, if others cannot connect
         self.leased = LeasedData()
         self.anchors = Anchors(context)
-        # `saved` may be as large as the model, and is not needed any more
+        # without `saved`, which is as large as the model and no longer needed
         self._options = replace(options, saved=None)
         self.recorder = Recorder(context.core, options.run.manifest_text)
         self.recorder.on_failure = lambda why: context.on_event("recorder_failed", {"why": why})
@@ -77,13 +77,13 @@ class Node:
         self._queue: Units | None = None
         self._planned = context.core.facts.planned
         self._exited, self._interrupted_by = False, -1
-        self._warm_steps: int | None = None  # of the first cycle of a cold peer
+        self._warm_steps: int | None = None  # inner steps of a cold peer's first cycle; else None
 
     @classmethod
     async def open(
         cls, options: NodeOptions, replica: Replica, on_event: OnEvent, connect: Connect
     ) -> Node:
-        """A node that has said hello to its seeds; `SwarmError` when none is there or admits it."""
+        """Make a node that has greeted its seeds; `SwarmError` if none answers or admits it."""
         options.gate.on_refused = lambda peer, why: on_event("refused", {"peer": peer, "why": why})
         transport = await connect(options)
         try:
@@ -114,7 +114,7 @@ class Node:
             context.tasks.spawn(work)
 
     async def _discover(self) -> None:
-        """A newcomer hears every peer that it can reach before it begins."""
+        """Wait until this newcomer has met every peer that it can reach."""
         mesh, members = self._mesh, self.core.facts.members
         if self.context.transport.seeds:
             with contextlib.suppress(TimeoutError):
@@ -132,7 +132,7 @@ class Node:
             await asyncio.sleep(self._options.network.heartbeat_s)
 
     async def close(self) -> None:
-        """End all tasks, streams and the transport; an event names threads that still work."""
+        """End all tasks, streams and the transport; report threads that still work as an event."""
         context = self.context
         self.anchors.end_snapshot()
         late = await context.tasks.close(CLOSE_S)
@@ -142,7 +142,7 @@ class Node:
         await context.transport.close()
 
     def carry_out(self, actions: Sequence[events.Action]) -> None:
-        """Do what the core asked for; what is for the training loop waits for its `exchange`."""
+        """Carry out actions of the core; those of the training loop wait for its `exchange`."""
         for action in actions:
             match action:
                 case events.Capture(line):
@@ -192,14 +192,14 @@ class Node:
         if not self.context.tasks.closed:
             self.context.do(events.Tick())
 
-    # -- what the training loop asks for -----------------------------------------------------------
+    # -- calls of the training loop ----------------------------------------------------------------
 
     async def wait_until_ready(self) -> bool:
-        """Wait until this peer has what the others have; whether outer steps were taken before.
+        """Wait until this peer has the others' state; return True if the run has outer steps.
 
-        False when `interrupt` came first. Raises `SwarmError` when the swarm refuses this peer: a
-        peer that is leaving refuses, too, or one that penalises it for a while, so the word of one
-        counts where no other lets it in.
+        False if `interrupt` came first. Raises `SwarmError` if the swarm refuses this peer. Single
+        peers refuse it while they leave, or as a penalty, so a refusal counts only if no other peer
+        admits it.
         """
         facts, mesh = self.core.facts, self._mesh
 
@@ -212,7 +212,7 @@ class Node:
         return not self._interrupted and self._fewest_steps() > 0
 
     async def fetch_inner(self, layout: InnerLayout) -> InnerState | None:
-        """A trainer's inner optimizer state; None if nobody has any, or `interrupt` came first."""
+        """Fetch a donor's inner optimizer state; None if no peer has any, or after `interrupt`."""
         work = fetch_inner(self.context, layout, self.replica.rng)
         fetching = self.context.tasks.start(work)
         await self._until(lambda: fetching.done() or self._interrupted)
@@ -222,11 +222,10 @@ class Node:
         return None
 
     async def begin(self, cold: bool = False, steps_per_s: float = 0.0) -> Position:
-        """Wait until this peer has what the others have, and go on from the anchors, in step with
-        the others.
+        """Wait until this peer has the others' state, load the anchors, and join the rounds.
 
-        A `cold` peer only gets the anchors, and begins after its first cycle: it trains beside the
-        swarm, which waits for nothing from it.
+        A `cold` peer only loads the anchors, and joins after its first cycle: until then it trains
+        beside the swarm, which does not wait for it.
         """
         await self.wait_until_ready()
         if self._interrupted:
@@ -242,10 +241,10 @@ class Node:
     async def after_step(
         self, tokens: int, steps_per_s: float = 0.0, prepare: Callable[[], None] = nothing
     ) -> Position:
-        """Count an inner step of so many tokens; exchange, if that is due.
+        """Count an inner step of so many tokens; exchange if one is due.
 
-        Before an exchange, `prepare` runs in a thread. Raises `DivergedError` before anything is
-        sent that is not finite.
+        Before an exchange, `prepare` runs in a thread. Raises `DivergedError` before non-finite
+        values are sent.
         """
         units = self.leased.trained() if self.leased.wanted else NONE
         self.context.do(events.Stepped(tokens, units, steps_per_s))
@@ -260,7 +259,7 @@ class Node:
     async def exchange(
         self, steps_per_s: float = 0.0, prepare: Callable[[], None] = nothing
     ) -> Position:
-        """Send what is due and load what is new, until the next inner step may be made."""
+        """Send and load what is due until the next inner step may start; see `Position`."""
         if self._interrupted or (self.core.runs and not self._is_due()):
             return self._position()
         await in_thread(prepare)
@@ -299,8 +298,8 @@ class Node:
         return self._interrupted_by >= 0
 
     def place(self) -> tuple[int, int, int]:
-        """Where training is: inner steps since the outer step that it started from, how many there
-        are in a cycle, and tokens in no contribution yet.
+        """Inner steps since the outer step that training started from, inner steps per cycle, and
+        tokens in no contribution yet.
         """
         facts = self.core.facts
         facts, loop = self.core.facts, self.core.facts.loop
@@ -312,8 +311,8 @@ class Node:
         return inner_step, loop.cycle, facts.control.learned.tokens
 
     def clock(self) -> tuple[int, int]:
-        """Fewest outer steps of all fragments, and applied tokens: at a barrier, and in a cold
-        peer's first cycle, at the anchors that training started from, else at those that are here.
+        """Fewest outer steps of all fragments, and applied tokens: of the loaded anchors with a
+        barrier and in a cold peer's first cycle, else of the newest anchors here.
         """
         if self.replica.settings.barrier or self._warm_steps is not None:
             loaded = self.anchors.loaded
@@ -324,7 +323,7 @@ class Node:
         return min(f.tip.head.number for f in self.core.facts.fragments)
 
     async def pause(self) -> None:
-        """The training loop takes no inner steps until `resume`: it evaluates, or it saves."""
+        """Tell others that no inner steps come until `resume`, as training evaluates or saves."""
         self.context.do(events.Paused())
 
     async def resume(
@@ -333,9 +332,9 @@ class Node:
         steps_per_s: float = 0.0,
         prepare: Callable[[], None] = nothing,
     ) -> Position:
-        """Go on with training. The tensors of the last `Anchors.snapshot` may move again.
+        """Continue training. The tensors of the last `Anchors.snapshot` may move again.
 
-        With `exchanges` it first catches up with a swarm that has gone on meanwhile.
+        With `exchanges`, first catch up with the swarm.
         """
         self.anchors.end_snapshot()
         self.context.do(events.Paused(False))
@@ -343,16 +342,16 @@ class Node:
         return await self.exchange(steps_per_s, prepare) if exchanges else self._position()
 
     def plan_cycle(self, steps: int) -> None:
-        """The next cycles have so many inner steps (DyLU)."""
+        """Set the inner steps of the next cycles (DyLU)."""
         self.context.do(events.Wanted(self.leased.wanted, steps))
 
     def interrupt(self, number: int = 0) -> None:
-        """End the waiting of the coroutines above, now and later, because of that signal."""
+        """End the waits of the coroutines above, now and later, because of that signal."""
         self._interrupted_by = number
         self.context.tasks.notify()
 
     def end_alone_after(self, seconds: float) -> None:
-        """Begin alone if nobody whom this peer knew has come by then."""
+        """Begin alone if no peer that this one knew has come after so many seconds."""
         asyncio.get_running_loop().call_later(seconds, self.context.do, events.Alone())
 
     def record(self) -> PeerRecord:
@@ -364,7 +363,7 @@ class Node:
         return self.recorder.snapshot(self.context.now())
 
     async def finish(self) -> None:
-        """Wait until what this peer has sent is in a version, or cannot be; four rounds at most."""
+        """Wait until this peer's contributions are in a version, for four rounds at most."""
         facts, is_open = self.core.facts, self.core.is_open
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(pace.patience_s(facts, f) for f in facts.fragments)):

@@ -1,4 +1,4 @@
-"""What a node is told when it is made, and the core and the context that are made from it."""
+"""The options of a node, and the core and the context that are made from them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from diloco.swarm.wire.tasks import in_thread
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
 
-VALUE_CHARS = 40  # of a value of a manifest, in an error
+VALUE_CHARS = 40  # most characters of a manifest's value in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
-# versions that a base may be behind; where each contribution is a version
+# versions that a base may be behind; `LATE_AT_ONCE` if each contribution makes a version
 LATE, LATE_AT_ONCE = 8, 64
 SHORT_NAME = 24
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run as its peers know it on the wire. Peers with another manifest hash are refused.
+    """Identity of a run on the wire. Peers with another manifest hash are refused.
 
-    `tokens_per_step` is what an honest peer reports for one inner step; None where every peer
-    chooses its own batch.
+    `tokens_per_step` are the tokens of one inner step, the same for all honest peers; None if each
+    peer chooses its own batch.
     """
 
     id: str
@@ -51,7 +51,7 @@ class RunSpec:
     tokens_per_step: int | None = None
 
     def differences(self, manifest: str) -> list[str]:
-        """Where an untrusted manifest differs (`key is A there, B here`), or `PayloadError`."""
+        """List the settings that differ in an untrusted manifest; `PayloadError` if invalid."""
         try:
             texts = (self.manifest_text, manifest)
             here, there = (dict(flatten(json.loads(text))) for text in texts)
@@ -77,24 +77,24 @@ class NodeOptions:
 
     run: RunSpec
     network: SwarmConfig
-    identity_path: Path  # the private key; it is made when it is missing
+    identity_path: Path  # the private key; made if it is missing
     name: str = "peer"  # in tables and logs
     saved: Saved | None = None
-    gate: Gate = field(default_factory=Gate)  # decides who is let in; the default lets everybody in
-    trains: bool = True  # False: this peer only makes versions
+    gate: Gate = field(default_factory=Gate)  # admits peers; the default admits everybody
+    trains: bool = True  # False for a peer that only makes versions
     device: str = ""  # shown to watchers
-    data: str = ""  # names the sequences that numbers stand for here (see `Hello`)
+    data: str = ""  # name of the numbered training sequences (see `Hello`)
     # the inner optimizer's state for a joiner; called in other threads
     inner_state: Callable[[], InnerState | None] = lambda: None
-    blank: bool = False  # it has not got what the run starts from
+    blank: bool = False  # True: this peer lacks the parameters that the run starts from
     files: Mapping[str, FilePart] = field(default_factory=dict)  # for joiners, by digest
-    planned: Sequence[int] = (0, 0, 0)  # how long the run is by the settings here (see `Status`)
-    wall: float | None = None  # seconds of the clock on the wall; None asks the machine
-    record: Path | None = None  # where what happens is recorded (see `recording`)
+    planned: Sequence[int] = (0, 0, 0)  # length of the run in the settings here (see `Status`)
+    wall: float | None = None  # unix time in seconds; None reads the machine's clock
+    record: Path | None = None  # file for the events of the core (see `recording`)
 
 
 def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
-    """How histories grow in a run with these settings."""
+    """Derive the protocol's settings from those of a run."""
     at_once = outer.quorum == 1 and not outer.grace_s and not outer.grace_slack
     return ProtocolSettings(
         fragments=outer.fragments,
@@ -116,9 +116,10 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
 
 
 class OuterArithmetic:
-    """`Arithmetic` of the outer optimizer. Reaches are rounded, so that no machine's logarithm
-    makes another book; and they are those of the whole momentum, which rises with a plan that not
-    all peers hear of at once.
+    """`Arithmetic` of the outer optimizer.
+
+    Reaches are rounded, so that books do not depend on a machine's logarithm. They assume the full
+    momentum, because not all peers learn the plan by which it rises at the same time.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -128,7 +129,7 @@ class OuterArithmetic:
     def bounds(
         self, number: int, contributions: int, pushes: int, delay: int, longest: float, reach: Reach
     ) -> Bounds:
-        """How far the step to version `number` may move an anchor, and the reach after it."""
+        """Bound the anchor's move in the step to version `number`; also give the reach after it."""
         step = OuterStep(number - 1, contributions, pushes, delay)
         limit, after = self._optimizer.reach(step, longest, reach)
         momentum, window, lost = (float(f"{min(bound, MAX_LENGTH):.6g}") for bound in after)
@@ -138,7 +139,7 @@ class OuterArithmetic:
 async def make_context(
     options: NodeOptions, replica: Replica, transport: Transport, on_event: OnEvent
 ) -> Context:
-    """What the parts of a node share, from where `options.saved` stopped."""
+    """Make the context of a node, which continues from `options.saved`."""
     run, gate, saved = options.run, options.gate, options.saved
     if saved is not None:
         await in_thread(saved.load_, replica)
@@ -191,7 +192,7 @@ async def make_context(
 
 
 async def _tips(options: NodeOptions, replica: Replica) -> list[Tip]:
-    """What the anchors of a node are that begins."""
+    """Return the tips of a new node's anchors: saved, blank, or of the run's start."""
     if options.saved is not None:
         return list(options.saved.tips)
     if options.blank:

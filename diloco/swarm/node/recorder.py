@@ -1,4 +1,4 @@
-"""What a node has heard of the swarm since it connected, in bounded histories, for watchers."""
+"""Bounded histories of the swarm since a node connected, for watchers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from diloco.messages.fields import (
 from diloco.messages.snapshot import PHASES, PhaseSeconds
 from diloco.outer.digest import anchor_digest, fragment_digest
 
-# a younger snapshot answers the next request too, so the number of watchers costs nothing
+# requests within this time get the same snapshot, so more watchers cost nothing
 FRESH_S = 0.5
 LOOK_EVERY_S = 1.0
 ID_DIGITS = 16
@@ -39,27 +39,26 @@ State = Literal["starting", "ready", "training", "exchanging", "evaluating", "le
 
 
 class Recorder:
-    """What has happened in the swarm, as this node has heard. `now` is seconds of its clock.
+    """Histories of the swarm as this node knows it. `now` is seconds of the node's clock.
 
-    No bug in this class ends the training: `on_failure` is told the error, and what was to be
-    recorded is missing.
+    No error in this class ends the training: `on_failure` gets it, and the record is incomplete.
     """
 
     def __init__(self, core: Peer, manifest_text: str) -> None:
         self.on_failure: Callable[[str], None] = lambda why: None
-        self.way: Callable[[str], str] = lambda peer: ""  # how bulk bytes go to a peer
+        self.way: Callable[[str], str] = lambda peer: ""  # route of bulk bytes to a peer
         self._core, self._manifest = core, manifest_text
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
         self._events: deque[schema.LoggedEvent] = deque(maxlen=schema.MAX_HISTORY)
         self._samples: list[tuple[int, str, str]] = []
         self._loss: list[schema.LossPoint] = []
-        self._loss_every_s = LOOK_EVERY_S  # that history spans the whole run, ever more coarsely
-        self._last: dict[str, Figures] = {}  # of each peer, also of those that left
+        self._loss_every_s = LOOK_EVERY_S  # doubled when the history is full: it spans the run
+        self._last: dict[str, Figures] = {}  # last figures by peer, also of those that left
         self._looked_at = float("-inf")
         self._packed: tuple[float, list[bytes]] | None = None
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """Keep one line of the event log; a new tip is a round, and no event."""
+        """Keep one line of the event log; a new tip is kept as a round instead."""
         with self._harmless():
             if kind == "tip":
                 tip = self._core.facts.fragments[fields["fragment"]].tip
@@ -69,18 +68,18 @@ class Recorder:
             self._events.append(schema.LoggedEvent(now, kind[:128], text[:512]))
 
     def add_samples(self, version: int, written: Sequence[tuple[str, str]]) -> None:
-        """This peer has evaluated a version: prompts, and what the model writes after them."""
+        """Keep prompts, and their continuations by the model of this version."""
         self._samples = [(version, prompt[-4096:], text[:4096]) for prompt, text in written[:16]]
 
     def sample(self, now: float) -> None:
-        """Take in what the members say of themselves; call it as often as you like."""
+        """Keep the members' own figures and losses; frequent calls change nothing."""
         if now < self._looked_at + LOOK_EVERY_S:
             return
         self._looked_at = now
         with self._harmless():
             everybody = self._everybody(now)
             for member in everybody:
-                self._last.pop(member.peer, None)  # who was heard last is forgotten last
+                self._last.pop(member.peer, None)  # inserted anew, so that the oldest go first
                 self._last[member.peer] = member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
             reported = [member.figures.loss for member in everybody if member.status.trains]
@@ -92,7 +91,7 @@ class Recorder:
                 self._loss, self._loss_every_s = self._loss[::2], 2 * self._loss_every_s
 
     def packed(self, now: float) -> list[bytes]:
-        """A snapshot in pieces, perhaps the last one; `PayloadError` when there is none."""
+        """Return a snapshot in pieces, at most `FRESH_S` old; `PayloadError` if there is none."""
         if self._packed is None or now - self._packed[0] >= FRESH_S:
             self._packed = None
             with self._harmless():
@@ -102,7 +101,7 @@ class Recorder:
         return self._packed[1]
 
     def snapshot(self, now: float) -> schema.Snapshot | None:
-        """All that this node knows now, with unix times; None when it cannot be put together."""
+        """Make a snapshot with unix times; None if that fails."""
         with self._harmless():
             return self._snapshot(now)
         return None
@@ -155,7 +154,7 @@ class Recorder:
 
 
 def phase_seconds(figures: Figures) -> PhaseSeconds | None:
-    """Wall seconds of a peer's last round; None before the first."""
+    """Return the wall seconds of a peer's last round by phase; None before the first."""
     return PhaseSeconds(*figures.seconds) if len(figures.seconds) == len(PHASES) else None
 
 
@@ -164,7 +163,7 @@ def _fewest_steps(facts: Facts) -> int:
 
 
 def run_info(core: Peer, manifest_text: str, at: float) -> schema.RunInfo:
-    """Which run it is, and how far."""
+    """Describe the run and its progress."""
     facts, manifest = core.facts, json.loads(manifest_text)
     settings, (steps, tokens, _) = facts.settings, facts.planned
     concurrent = "streaming" if settings.barrier else "asynchronous"
@@ -182,7 +181,7 @@ def run_info(core: Peer, manifest_text: str, at: float) -> schema.RunInfo:
 
 
 def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
-    """A peer as it says itself, which may be this one."""
+    """Describe a peer, which may be this one, by its own statements."""
     facts, hello, status, figures = core.facts, member.hello, member.status, member.figures
     version = min(_version(f, member) for f in facts.fragments)
     return schema.PeerRow(
@@ -208,7 +207,7 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
 
 
 def _version(f: FragmentState, member: Member) -> int:
-    """Version that a member has, at most that here; for an unknown one, before all known ones."""
+    """Version of a member's tip, at most the one here; one before all known ones if unknown."""
     key, recent, number = member.tips.get(f.index, (0, "")), f.tip.book.recent, f.tip.head.number
     if tuple(key) >= f.tip.key:
         return number
@@ -225,7 +224,7 @@ def _state(member: Member) -> State:
 
 
 def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
-    """A fragment's tip here, and what this peer does about it."""
+    """Describe a fragment's tip here, and the work of this peer on it."""
     head, author = f.tip.head, facts.author_of(f)
     state: Literal["following", "collecting", "fetching", "settling", "alone"]
     state = "collecting" if author == facts.me else "following" if author else "alone"
@@ -258,7 +257,7 @@ def _payload_bytes(facts: Facts, peer: str) -> int:
     return at_most(sum(entry.contributions * nbytes for entry, nbytes in known if entry), MAX_BYTES)
 
 
-# -- what this peer's own program asks -------------------------------------------------------------
+# -- the record for this peer's own program --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -270,7 +269,7 @@ class PeerRecord:
         trainers: the peers that train and stay, this one included, in the order of their ids.
         others_that_train: how many of the others train, or leave after having trained.
         live, training, merged: peers that are connected, that train, in the newest version.
-        ready: it has what the others had when it came.
+        ready: True once this peer has the state that the others had when it came.
         anchors: `version:digest` of each fragment, with the first 16 digits of its digest.
         anchor_digest: of the whole anchor (hex); equal on all peers at equal version.
         contributions: how much each peer contributed to the anchor.

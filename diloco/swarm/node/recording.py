@@ -1,5 +1,5 @@
-"""What happened to a core, to be played again by `scripts/replay`: its start, then every event with
-its time, and what signer and arithmetic said meanwhile. Tensors are left out.
+"""Recording of a core for `scripts/replay`: its start, then every event with its time, and the
+results of signer and arithmetic meanwhile. Tensors are left out.
 
     frame: 4 bytes of its length, then (seconds, kind, fields as (type, msgpack))
 """
@@ -27,12 +27,12 @@ from diloco.messages.heads import Head, Line
 
 NAME = "recording.bin"
 IDENTITY = ("me", "name", "run_id", "manifest_hash", "trains", "may_author", "tokens_per_step")
-MOST_BYTES = 64 << 20  # of both files: the newer one begins anew when it has half of them
+MOST_BYTES = 64 << 20  # of both files: at half of this, the newer one replaces the older one
 
 
 @dataclass(frozen=True)
 class Start:
-    """From what a core begins; or where it was when its file began anew."""
+    """State of a core at its start, or when its file began anew."""
 
     identity: dict[str, Any]
     settings: ProtocolSettings
@@ -45,7 +45,7 @@ class Start:
 
     @classmethod
     def of(cls, core: Facts) -> Start:
-        """Where a core is."""
+        """Return the state of a core now."""
         return cls(
             {name: getattr(core.identity, name) for name in IDENTITY},
             core.settings,
@@ -57,7 +57,7 @@ class Start:
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What the signer or the arithmetic returned for the event before."""
+    """Result of the signer or the arithmetic during the event before it."""
 
     signature: bytes = b""
     bounds: Bounds | None = None
@@ -70,7 +70,7 @@ EVENTS = {"Said": Said, **{n: kind for n, kind in vars(events).items() if isinst
 
 
 class Recording:
-    """Writes what happens to a core, whose signer and arithmetic it wraps to note what they say."""
+    """Writes the events of a core, and the results of its signer and arithmetic, which it wraps."""
 
     def __init__(self, path: Path, core: Facts) -> None:
         self._path, self._core, self._nbytes = path, core, 0
@@ -79,7 +79,7 @@ class Recording:
         core.identity, core.arithmetic = replace(core.identity, signer=self), self
 
     def event(self, event: Event, now: float) -> None:
-        """Note what is about to happen."""
+        """Write an event before the core gets it."""
         if self._nbytes > MOST_BYTES // 2:
             os.replace(self._path, self._path.with_suffix(".old"))
             self._begin()
@@ -122,7 +122,7 @@ class Recording:
 
 
 def read(path: Path) -> Iterator[tuple[float, Any]]:
-    """Seconds and what happened, up to the last frame that is whole."""
+    """Yield seconds and events, up to the last complete frame."""
     data = path.read_bytes()
     while 0 < (size := int.from_bytes(data[:4], "big")) <= len(data) - 4:
         now, kind, typed = msgspec.msgpack.decode(data[4 : 4 + size])

@@ -1,4 +1,4 @@
-"""Where a node runs: beside the training loop, in a thread.
+"""Runtimes of a node, which runs beside the training loop: here, in a thread.
 
 The simulator's runtime stops the training loop and lets virtual time pass instead.
 """
@@ -30,13 +30,13 @@ class Runtime(Protocol):
     """An event loop with one node in it, which a training loop uses from another thread."""
 
     def open(self, options: NodeOptions, replica: Replica, on_event: OnEvent) -> Node:
-        """A node that is connected to its swarm."""
+        """Make a node that is connected to its swarm."""
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine of the loop; the caller waits for it."""
+        """Run a coroutine in the loop, wait for it, and return its result."""
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call a function, without waiting, also from a signal handler."""
+        """Have the loop call a function later; does not wait, and is safe in signal handlers."""
 
     def clock(self) -> float:
         """Seconds, for measuring how long something takes."""
@@ -84,7 +84,7 @@ class EventLoopThread:
             self._thread.join(timeout=JOIN_S)
 
     async def _end(self) -> None:
-        # hivemind's own, which it leaves pending
+        # hivemind leaves tasks of its own pending
         remains = asyncio.all_tasks() - {asyncio.current_task()}
         for task in remains:
             task.cancel()
@@ -94,7 +94,7 @@ class EventLoopThread:
         await asyncio.wait([ending], timeout=CLOSE_S)
 
     def _run(self) -> None:
-        # all peers apply an update alike; threads begin with the mode of those that make them
+        # so that all peers apply updates alike; a thread inherits the mode of its creator
         torch.set_flush_denormal(False)
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()

@@ -15,19 +15,19 @@ from diloco.outer.replica import Replica
 
 @dataclass(frozen=True)
 class Saved:
-    """What a peer needs to go on where it stopped; mappings are by fragment."""
+    """State with which a peer continues where it stopped; mappings are by fragment."""
 
     anchors: Sequence[Tensor]  # flat fp32
     tips: Sequence[Tip]
-    processed: int = 0  # tokens of this peer
+    processed: int = 0  # tokens that this peer has trained on
     stamp: int = 0  # of its newest contribution
-    outer: Mapping[int, tuple[Tensor, OuterState]] = field(default_factory=dict)  # with masters
+    outer: Mapping[int, tuple[Tensor, OuterState]] = field(default_factory=dict)  # (master, state)
     residuals: Mapping[int, Tensor] = field(default_factory=dict)  # of error feedback
     addresses: Sequence[str] = ()  # of other peers, one each
 
     @property
     def steps(self) -> int:
-        """Outer steps, of the fragment with the fewest."""
+        """Outer steps of the fragment with the fewest."""
         return min(tip.head.number for tip in self.tips)
 
     @property

@@ -1,1 +1,1 @@
-"""What peers ask each other: one file a question, both sides."""
+"""Requests between peers: the asking and the answering side of each are in one module."""

@@ -1,8 +1,8 @@
-"""The payload of a contribution that is new, or that the other side wants.
+"""Transfer of a contribution's payload to a peer that wants it.
 
 1. Sender: `ContributionHeader`, and the payload from the byte on that the receiver asked for.
-2. Receiver: `Got` while bytes come, and when all are here and are what the line says. It keeps what
-   came of a payload whose stream broke, and asks for the rest.
+2. Receiver: `Got` as bytes arrive, and once all have arrived and match the line. If the stream
+   breaks, it keeps the bytes received, and asks for the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
 PIECE = 1 << 18  # bytes sent at a time
-ACKNOWLEDGED_S = 200.0  # in which an author that answers heartbeats takes some more bytes
-NORM_ERROR = 1e-3  # relative: of a norm that the contributor measured on other hardware
-MOST_PARTIAL = 64  # payloads of which a part is kept
+ACKNOWLEDGED_S = 200.0  # an author that sends heartbeats takes more bytes in this time
+NORM_ERROR = 1e-3  # relative, because the contributor measured it on other hardware
+MOST_PARTIAL = 64  # incomplete payloads that are kept
 
 
 class ContributionHeader(Message, frozen=True, tag="push"):
-    """A contribution that is wanted; its payload follows, from byte `at` on."""
+    """Header of a contribution; its payload follows, from byte `at` on."""
 
     place, roles = Place.REQUEST, MEMBERS
     line: Line
@@ -43,16 +43,16 @@ class ContributionHeader(Message, frozen=True, tag="push"):
 
 
 class Got(Message, frozen=True, tag="got"):
-    """So many bytes of a payload are here; all: it is what its line says."""
+    """Number of bytes received of a payload; if that is all of them, they match the line."""
 
     nbytes: Bytes = 0
 
 
 async def send(context: Context, action: events.SendPayload) -> None:
-    """Send a payload; the core hears if it did not arrive, or is not wanted."""
+    """Send a payload; the core gets an event if it did not arrive, or is not wanted."""
     line, peer = action.line, action.peer
     name = peer, line.fragment, line.peer, line.stamp
-    if name in context.sending:  # it was offered again while its bytes are on their way
+    if name in context.sending:  # offered again while its bytes are being sent
         return
     context.sending.add(name)
     try:
@@ -89,7 +89,7 @@ async def _send(context: Context, stream: PeerStream, action: events.SendPayload
 
 
 def received(context: Context, line: Line | Answer) -> int:
-    """How many bytes of the payload of a contribution are here."""
+    """Count the bytes received of the payload of a contribution."""
     return context.partial.get((line.fragment, line.peer, line.stamp), (None, 0))[1]
 
 
@@ -101,7 +101,7 @@ class ContributionServer:
         self._context, self._replica = context, context.replica
 
     async def answer(self, stream: PeerStream, push: ContributionHeader) -> None:
-        """Give the core a payload (uint8) that is what its line says."""
+        """Receive a payload (uint8), and give it to the core if it matches its line."""
         line, begun_at = push.line, self._context.now()
         if not self._context.core.wants(line):
             reason = f"no contribution of {line.peer} to fragment {line.fragment} is wanted"
@@ -117,7 +117,7 @@ class ContributionServer:
             payload = await self._payload(stream, line, push.at)
         if await in_thread(payload_digest, payload) != line.root:
             raise PayloadError("a payload is not what its line says")
-        with offences():  # the contributor signed that, and whoever passes it on has looked
+        with offences():  # the contributor signed this norm, and peers check it before passing on
             norm = await in_thread(self._replica.payload_norm, line.fragment, payload)
             if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
                 reason = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"

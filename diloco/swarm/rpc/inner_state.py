@@ -32,13 +32,13 @@ from diloco.swarm.rpc.registry import answers
 from diloco.swarm.wire.streams import BROKEN, PeerStream
 from diloco.swarm.wire.tasks import in_thread
 
-DONORS = 3  # asked at most; a joiner should train rather than ask everybody
-SQUARES = "_sq"  # the end of the names of second moments in all of torch's optimizers
+DONORS = 3  # most donors to ask: a joiner should rather train than ask every peer
+SQUARES = "_sq"  # suffix of the second moments in all of torch's optimizers
 MAX_MOMENTS = 2**14  # tensors; their names and sizes fill a quarter of a frame
 
 
 class InnerRequest(Message, frozen=True, tag="inner_request"):
-    """Asks for the state of the inner optimizer."""
+    """Request for the state of the inner optimizer."""
 
     place, roles = Place.REQUEST, WORKERS
 
@@ -77,7 +77,7 @@ class InnerState:
 async def fetch_inner(
     context: Context, layout: InnerLayout, rng: random.Random
 ) -> InnerState | None:
-    """The inner state of the first of a few random donors that has one; None when none has."""
+    """Fetch the inner state of the first of a few random donors that has one; None if none has."""
     for donor in _donors(context.core, rng):
         begun_at = context.now()
         try:
@@ -97,8 +97,7 @@ def _donors(core: Peer, rng: random.Random) -> list[str]:
     members = core.facts.members.all()
     able = [member for member in members if member.status.trains and not member.status.leaves]
     drawn = rng.sample(able, len(able))
-    # A peer that was resumed from a checkpoint has moments, but no pace yet, and begins together
-    # with this one.
+    # A peer that has just resumed from a checkpoint has moments, but no pace yet: prefer others.
     drawn.sort(key=lambda member: not member.status.steps_per_s)
     return [member.peer for member in drawn[:DONORS]]
 
@@ -134,7 +133,7 @@ class InnerStateServer:
         self._kept: weakref.ref[InnerState] | None = None
 
     async def answer(self, stream: PeerStream, request: InnerRequest) -> None:
-        """Send it. `PayloadError` when no inner steps were taken here, or the moments diverged."""
+        """Send a snapshot. `PayloadError` before the first inner step, or if moments diverged."""
         async with self._making:
             state = self._kept() if self._kept else None
             if state is None:
@@ -152,7 +151,7 @@ class InnerStateServer:
 def _check_values(state: InnerState) -> None:
     tensors = torch.split(state.values, list(state.layout.numels))
     for name, values in zip(state.layout.names, tensors, strict=True):
-        # NaN, if there is one
+        # `aminmax` gives NaN if there is one
         lowest, highest = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)
         if not ((0.0 if name.endswith(SQUARES) else -LIMIT) <= lowest and highest <= LIMIT):
             raise PayloadError(f"the inner state's {name} holds {lowest:g} to {highest:g}")

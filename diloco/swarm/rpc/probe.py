@@ -1,8 +1,8 @@
-"""What time is it there, and can others call me?
+"""Probe of a peer: its clock and addresses, and a call back that shows if others reach the asker.
 
-Any stranger may ask, so the answering side has limits. It calls back one asker at a time, while the
-next ones wait, only at the asker's own id and at the IP that its connection comes from: nobody
-turns this against others.
+Any stranger may ask, so the answering side has limits. It calls back one asker at a time, while
+others queue, and calls only the asker's own id at the IP of its connection: nobody can have it call
+a third party.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from diloco.swarm.wire.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-CALLS_AT_ONCE = 4  # addresses of one request
+CALLS_AT_ONCE = 4  # addresses to call for one request
 ASKED_PEERS = 3
 ANSWER_S = 30.0
-MOST_WAITING = 8  # askers, while one is called back
-ROUNDS, PAUSE_S = 3, 2.0  # of questions, and between two of them
+MOST_WAITING = 8  # askers in the queue while one is called back
+ROUNDS, PAUSE_S = 3, 2.0  # rounds of requests to the seeds, and the pause between two rounds
 UNKNOWN = (
     "no peer could tell whether others can call this one, so it makes no versions; if they can,"
     " add swarm.reachable=yes"
@@ -42,8 +42,8 @@ KNOWN_PEERS = 16
 
 
 class Probe(Message, frozen=True, tag="probe"):
-    """Asks whether a peer is well. The asker wants to be called at the addresses in `call`, over a
-    new connection.
+    """Request for a peer's clock and addresses, and to call the asker at the addresses in `call`
+    over a new connection.
     """
 
     place, roles = Place.REQUEST, EVERYBODY
@@ -51,10 +51,9 @@ class Probe(Message, frozen=True, tag="probe"):
 
 
 class ProbeReply(Message, frozen=True, tag="probe_reply"):
-    """The answer of a peer. Of itself: its clock (`unix_s`), where others reach it, ids of some
-    peers that it is connected to (`known`); and of the asker: the multiaddr from which it comes
-    (`observed`; empty where nobody knows), where it answered a call (`reached`), and why it did not
-    elsewhere.
+    """Reply of a peer. About itself: its clock (`unix_s`), its addresses, ids of some peers that it
+    is connected to (`known`). About the asker: the multiaddr of its connection (`observed`; empty
+    if unknown), the addresses at which it answered a call (`reached`), and why the others failed.
     """
 
     wire_version: Count
@@ -81,7 +80,7 @@ class ProbeResult:
     peer: str
     reply: ProbeReply
     round_trip_s: float
-    ahead_s: float  # our clock minus its, give or take half of the round trip
+    ahead_s: float  # our clock minus its clock, within half of the round trip
 
 
 async def probe(transport: Transport, peer: str) -> ProbeResult:
@@ -102,12 +101,11 @@ async def _ask(transport: Transport, peer: str, request: Probe) -> ProbeReply:
 
 
 async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
-    """Return True if others can connect to this peer, as the first seed that can tell says; else
-    False, and advice.
+    """Return True if others can connect to this peer; else False, and advice for the user.
 
-    A seed that refuses, or does not answer, does not know, and is asked again. Where none can tell,
-    the answer is no: a peer that takes itself for reachable makes versions, and others may have to
-    fetch these by way of a third peer, in each round.
+    The first seed that answers decides. One that refuses, or does not answer, is asked again. If
+    none answers, the result is False: a peer that wrongly counts as reachable would make versions,
+    which others might have to fetch through a third peer in each round.
     """
     places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
     for turn in range(ROUNDS):
@@ -124,7 +122,7 @@ async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
 
 
 def _advice(places: list[str], reply: ProbeReply) -> str:
-    """The settings that would make a peer reachable, from what a call back found."""
+    """Advise settings that would make this peer reachable, by the result of a call back."""
     if reply.reached and _is_place(reply.reached[0]):
         announce = f"'swarm.announce=[{reply.reached[0]}]'"
         return f"others reach this peer at another address than it says; add {announce}"
@@ -143,7 +141,7 @@ def _advice(places: list[str], reply: ProbeReply) -> str:
 
 @answers(Probe)
 class ProbeServer:
-    """Says what this peer is, and calls. Over a limit it refuses."""
+    """Answers probes, and calls the asker back. Over a limit it refuses."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -152,7 +150,7 @@ class ProbeServer:
         self._calling, self._waiting = asyncio.Lock(), 0
 
     async def answer(self, stream: PeerStream, request: Probe) -> None:
-        """Do what is asked for; `PayloadError` over a limit."""
+        """Answer a probe; `PayloadError` over a limit."""
         transport, facts = self._context.transport, self._context.core.facts
         observed = await transport.observed(stream.peer)
         outcome = await self._call(stream.peer, request.call, observed) if request.call else {}
@@ -182,7 +180,7 @@ class ProbeServer:
 
 
 def _callable(addresses: list[str], observed: str) -> list[str]:
-    """The addresses that an asker names, with its own IP in the place of the one it names."""
+    """Return the addresses that an asker names, with their IP replaced by its observed one."""
     _, family, host, *_ = [*observed.split("/"), "", "", ""]
     if family not in ("ip4", "ip6"):
         return []

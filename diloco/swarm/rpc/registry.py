@@ -1,8 +1,9 @@
-"""What peers ask each other: each module of this folder has one question, its schema, and both
-sides.
+"""Registry of the requests between peers. The asking and the answering side of a request are in one
+module of this folder. So are its messages, except those of `state`: they are in `messages.bulk`,
+because the core uses `Get`.
 
-A class with `@answers(KIND)` answers questions of that kind. A function with `@for_doctor(NAME)`
-asks; what it returns is a line of `diloco doctor`.
+A class with `@answers(KIND)` answers requests of that kind. A function with `@for_doctor(NAME)`
+asks a peer, and returns the text of a line of `diloco doctor`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
 
 
 class Answering(Protocol):
-    """The answering side of a question in one node."""
+    """The answering side of a request in one node."""
 
     async def answer(self, stream: PeerStream, request: Any) -> None:
         """Send the answer; `PayloadError` refuses with its text."""
@@ -33,13 +34,13 @@ _Side = TypeVar("_Side", bound="Callable[[Context], Answering]")
 _Ask = TypeVar("_Ask", bound=ForDoctor)
 
 ANSWERS: dict[type[Message], Callable[[Context], Answering]] = {}
-"""What makes the answering side of a node, by the kind of question."""
+"""Constructors of the answering side of a node, by kind of request."""
 FOR_DOCTOR: dict[str, ForDoctor] = {}
-"""What `diloco doctor` asks each peer, by the name of its line: transport and peer to text."""
+"""Functions by which `diloco doctor` asks each peer, by line: from transport and peer to text."""
 
 
 def answers(kind: type[Message]) -> Callable[[_Side], _Side]:
-    """Register what answers questions of a kind: a class that a node makes with its `Context`."""
+    """Register a class that answers requests of a kind; a node makes it with its `Context`."""
     assert kind.place is Place.REQUEST and kind.roles, f"{kind.__name__} begins no bulk stream"
 
     def register(side: _Side) -> _Side:
@@ -50,7 +51,7 @@ def answers(kind: type[Message]) -> Callable[[_Side], _Side]:
 
 
 def for_doctor(name: str) -> Callable[[_Ask], _Ask]:
-    """Register a question of `diloco doctor`; a peer that does not answer it has no line."""
+    """Register a request of `diloco doctor`; a peer that does not answer it has no line."""
 
     def register(ask: _Ask) -> _Ask:
         FOR_DOCTOR[name] = ask

@@ -1,4 +1,4 @@
-"""The answering side of bulk streams: who may ask, how much at a time, and what is an offence."""
+"""The answering side of bulk streams: permissions, limits and offences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, context: Context) -> None:
         load_questions()
-        self.serving = 0  # streams under way
+        self.serving = 0  # open streams
         self._context = context
         self._sides = {kind: side(context) for kind, side in ANSWERS.items()}
         self._limiter = bulk_streams(len(context.replica.fragments))
@@ -34,7 +34,7 @@ class Server:
         if why is not None:
             logger.debug("a bulk stream of %s is over a limit: %s", peer, why)
             with suppress(*BROKEN, PayloadError):
-                # without waiting for an answer, which would hold the stream open
+                # do not wait for the other side, which could hold the stream open
                 await stream.send(Refusal(why))
             stream.close()
             return
@@ -61,7 +61,7 @@ class Server:
 
     async def _answer(self, stream: PeerStream) -> None:
         penalty = self._context.penalties.refusal(stream.peer, self._context.now())
-        if penalty is not None:  # and nothing that it says is decoded
+        if penalty is not None:  # its messages are not even decoded
             await stream.refuse(penalty)
             return
         with offences():

@@ -1,10 +1,10 @@
-"""What is newer than a head, in records or in parts; or one part of an anchor.
+"""Transfer of the state that is newer than a head, as records or anchor parts, or of one part.
 
 1. Asker: `Get`. Donor: records, each a head with its update in parts; or the first part of its
    anchor, with head, book and the digests of all parts; or one part; or `No`.
-2. The asker checks every byte against a digest before the core hears of it.
-3. It gives the parts of an update to others while the rest is arriving. If its stream breaks, it
-   asks the next donor for the parts that it lacks.
+2. The asker checks all bytes against their digests before the core gets them.
+3. It passes on the parts of an update while the rest is arriving. If its stream breaks, it asks
+   the next donor for the missing parts.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from diloco.swarm.wire.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
-PIECE = 1 << 16  # elements of an anchor sent at a time: small, so that a shared link stays fair
-BYTES = 1 << 18  # of an update sent at a time
-WAITING_S = 5.0  # between two words that the next part is still arriving
+PIECE = 1 << 16  # elements of an anchor sent at a time: few, to share a link fairly
+BYTES = 1 << 18  # bytes of an update sent at a time
+WAITING_S = 5.0  # interval of messages that the next part is still arriving
 
 
 def _anchor_codec(replica: Replica, number: int) -> Codec:
-    """That of its last update if it carried the values themselves, so that nothing is lost."""
+    """Choose a lossless codec: that of the last update if it carried the values, else fp32."""
     return replica.down if replica.down.carries_values and number > 0 else CODECS["fp32"]
 
 
@@ -65,7 +65,7 @@ def _anchor_codec(replica: Replica, number: int) -> Codec:
 
 
 async def fetch(context: Context, peer: str, get: Get) -> None:
-    """Ask a donor, and tell the core what came of it."""
+    """Ask a donor, and give the core the result."""
     stream: PeerStream | None = None
     try:
         async with context.open(peer) as stream:
@@ -78,7 +78,7 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
         context.do(Broke(peer, get, bad=True))
     except BROKEN as error:
         logger.debug("%s gave no answer: %r", peer, error)
-        # an error and its frames are a cycle, which would keep a part
+        # an error and its frames are a reference cycle, which would keep a part in memory
         traceback.clear_frames(error.__traceback__)
         if stream is None or get.want or context.fetching.get(get.fragment) is stream:
             context.do(Broke(peer, get))
@@ -87,7 +87,7 @@ async def fetch(context: Context, peer: str, get: Get) -> None:
 
 
 def _end_earlier(context: Context, stream: PeerStream, fragment: int) -> None:
-    """The core has given up what it asked for before: two streams must not fill one update."""
+    """End the fragment's earlier fetch, as two streams must not fill one update."""
     earlier = context.fetching.get(fragment)
     context.fetching[fragment] = stream
     if earlier is not None:
@@ -95,7 +95,7 @@ def _end_earlier(context: Context, stream: PeerStream, fragment: int) -> None:
 
 
 async def ask(context: Context, stream: PeerStream, get: Get) -> Records | AnchorPart | None:
-    """The answer of a donor, checked. Raises `PayloadError`."""
+    """Receive and check the answer of a donor. Raises `PayloadError`."""
     fragment, replica = get.fragment, context.replica
     fetching, held = (
         context.core.facts.fragments[fragment].inbox.fetch,
@@ -149,7 +149,7 @@ async def _records(
 
 
 def _arrival(context: Context, get: Get, header: RecordHeader) -> Arrival:
-    """The record that begins, or that goes on where an earlier stream broke."""
+    """Return a new record, or the one that continues where an earlier stream broke."""
     held, head = context.arrivals.get(get.fragment), header.head
     if held and held.head == head and header.part == held.parts:
         return held
@@ -164,7 +164,7 @@ def _arrival(context: Context, get: Get, header: RecordHeader) -> Arrival:
 
 
 async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: Arrival) -> None:
-    """Receive the parts that are missing, and let others have each of them at once."""
+    """Receive the missing parts, each of which can be passed on at once."""
     facts, is_first = context.core.facts, context.arrivals.get(get.fragment) is arrival
     digests, arrival.live = arrival.update.digests, True
     try:
@@ -184,7 +184,7 @@ async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: 
             part = arrival.update.part(number)
             await stream.receive_payload(part)
             is_right = await in_thread(payload_digest, part) == digests[number]
-            # Another donor may have been asked meanwhile: from then on its stream fills the update.
+            # If another donor was asked meanwhile, its stream fills the update from now on.
             if context.fetching.get(get.fragment) is not stream:
                 raise ConnectionError("what is arriving comes on another stream")
             if not is_right:
@@ -220,13 +220,13 @@ async def _values(
 
 @answers(Get)
 class StateServer:
-    """Gives records and parts."""
+    """Sends records and parts."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     async def answer(self, stream: PeerStream, get: Get) -> None:
-        """Send what the core says."""
+        """Send what the core decides for a request."""
         context = self._context
         if get.fragment >= len(context.replica.fragments):
             raise PayloadError(f"fragment {get.fragment} does not exist")
@@ -252,7 +252,7 @@ class StateServer:
             if update is not None:
                 arrival = Arrival(head, update, len(update.digests))
             start = get.part if get.held == head.id else 0
-            # see the head of `core.tips`: no circle of peers waits for parts of each other
+            # no circle of peers waits for each other's parts: see the head of `core.rules.tips`
             if arrival is None or arrival.head != head or arrival.parts <= start:
                 return await stream.send(No())
             await stream.send(RecordHeader(head, arrival.update.digests, more, start))
@@ -263,11 +263,11 @@ class StateServer:
                     await stream.send_payload(piece)
 
     async def _wait_for_part(self, stream: PeerStream, arrival: Arrival, number: int) -> None:
-        """Wait until a part is here, and say so meanwhile: the asker waits while bytes come.
+        """Wait until a part is here; send `Waiting` meanwhile, so that the asker does not time out.
 
         1. An author is killed, and two peers have parts of its last update. 2. The one with fewer
-        asks the other, which learns that nobody has the rest. 3. It says so at once: both are about
-        to make that version anew.
+        asks the other, which learns that no peer has the rest. 3. It ends the stream at once, as
+        both are about to make that version anew.
         """
         f = self._context.core.facts.fragments[arrival.head.fragment]
         until = self._context.now() + STALL_FLOOR_S

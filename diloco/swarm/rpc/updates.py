@@ -15,7 +15,7 @@ LEAST_PART = 2**14  # bytes; smaller parts cost more than they save
 
 
 def payload_digest(payload: Tensor) -> str:
-    """The digest (hex) of encoded bytes (uint8)."""
+    """Digest (hex) of encoded bytes (uint8)."""
     return blake3(payload.numpy().data).hexdigest()
 
 
@@ -26,7 +26,7 @@ def update_ranges(nbytes: int) -> list[tuple[int, int]]:
 
 
 def update_digest(digests: tuple[str, ...]) -> str:
-    """What a head names: the digest of an update, by those of its parts."""
+    """Digest (hex) of an update in its head, from those of its parts."""
     return digests[0] if len(digests) == 1 else digest("update", digests)
 
 
@@ -38,7 +38,7 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, payload: Tensor) -> Update:
-        """An update that was made here. It is hashed, so call this in a thread."""
+        """Make an update of an encoded payload. This hashes it, so call it in a thread."""
         ranges = update_ranges(payload.numel())
         return cls(payload, tuple(payload_digest(payload[start:stop]) for start, stop in ranges))
 
@@ -50,10 +50,10 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Arrival:
-    """A record whose update is arriving. Those who are given its parts wait for `parts`, as long as
-    its own stream is `live`, or was a short while ago; another donor goes on where it broke."""
+    """A record whose update is arriving. Peers that fetch it from here wait for `parts` while its
+    own stream is `live`, or was a short while ago; another donor continues where it broke."""
 
     head: Head
     update: Update
-    parts: int = 0  # that are here, and are what their digests say
+    parts: int = 0  # parts that are here and match their digests
     live: bool = True

@@ -1,4 +1,4 @@
-"""The manifest, a snapshot of the swarm, or a file that joiners name by its SHA-256, in pieces."""
+"""Requests for the manifest, a snapshot of the swarm, or a file by its SHA-256, in pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a process that only watches does not load torch
 
 
 class InfoRequest(Message, frozen=True, tag="ask"):
-    """Asks for the manifest, a snapshot of the swarm, or a file or part of that digest."""
+    """Request for the manifest, a snapshot of the swarm, or a file or part with that digest."""
 
     place, roles = Place.REQUEST, EVERYBODY
     what: Annotated[str, Meta(pattern=r"^(manifest|snapshot|[0-9a-f]{64})\Z")]
@@ -41,22 +41,22 @@ class Piece(Message, frozen=True, tag="piece"):
     seal: Seal = ""
 
 
-# -- asking (`PayloadError`: a refusal, or nonsense; also what a stream raises) --------------------
+# -- asking (`PayloadError`: refused, or invalid; also the errors of a stream) ---------------------
 
 
 async def request_manifest(transport: Transport, peer: str) -> tuple[str, str]:
-    """The manifest of a peer's run as untrusted JSON text, and its seal."""
+    """Fetch the manifest of a peer's run as untrusted JSON text, and its seal."""
     content, seal = await _request(transport, peer, "manifest", MAX_PIECE_BYTES)
     return content.decode(errors="replace"), seal
 
 
 async def request_snapshot(transport: Transport, peer: str) -> Snapshot:
-    """What a peer knows of the swarm."""
+    """Fetch a peer's snapshot of the swarm."""
     return unpack_snapshot((await _request(transport, peer, "snapshot", MAX_PACKED_BYTES))[0])
 
 
 async def request_file(transport: Transport, peer: str, digest: str, most_bytes: int) -> bytes:
-    """A file of the run that has this digest, and at most so many bytes."""
+    """Fetch a file of the run with this digest, and at most so many bytes."""
     content = (await _request(transport, peer, digest, most_bytes))[0]
     if sha256(content).hexdigest() != digest:
         raise PayloadError(f"file {digest[:12]} is another one than the manifest names")
@@ -83,7 +83,7 @@ async def _request(
 
 @answers(InfoRequest)
 class InfoServer:
-    """Gives manifest, snapshots and files."""
+    """Sends manifest, snapshots and files."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -92,7 +92,7 @@ class InfoServer:
         self._allowance = Allowance(each, together, FILE_BYTES_S)
 
     async def answer(self, stream: PeerStream, request: InfoRequest) -> None:
-        """Send what is asked for; `PayloadError` when it is not here, or enough was sent."""
+        """Send what is requested; `PayloadError` if it is not here, or over a limit."""
         context = self._context
         if request.what == "manifest":
             await stream.send(Piece(WIRE_VERSION, context.manifest.encode(), more=True))

@@ -1,1 +1,1 @@
-"""How bytes get to a peer, and which peer sent them: libp2p, streams, admission, DHT records."""
+"""Authenticated transport between peers: libp2p, streams, admission, DHT records."""

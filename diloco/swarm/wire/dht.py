@@ -1,10 +1,10 @@
-"""Where the members of a run are: hivemind's DHT, by which one finds all through any one that
-lives.
+"""Addresses of a run's members in hivemind's DHT, where a peer finds all members through any live
+member.
 
-Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. Who
-stores a record can withhold it, or return an old one until it ends. So it is a hint whom to call.
-Calls of the DHT are between peers that have greeted each other. (hivemind's own authorizer sees a
-request but not its sender, so any receiver could repeat the request.)
+Under the key `{run}/peers` each peer stores its addresses, signed by its libp2p identity. The peer
+that stores a record can withhold it, or return an old one until it expires. So a record is only a
+hint whom to call. DHT calls are between peers that have greeted each other. (hivemind's own
+authorizer sees a request but not its sender, so any receiver could replay the request.)
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from diloco.swarm.wire.identity import SigningKey, verify
 
 MAX_LIFE_S = 600.0  # ten times the life of an honest record, because clocks differ
 MAX_ADDRESSES, MAX_RECORD_BYTES = 4, 4096
-ASKED_IN = 8  # at a time; a peer that nobody can call never comes in
-MAX_OWNERS = 4096  # of records; those that end first make room
+ASKED_IN = 8  # members to ask in per call; some can never be called
+MAX_OWNERS = 4096  # records under a key; the first to expire is dropped
 _CONTEXT = b"diloco record"
 
 
 class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
-    """The addresses of one run. As hivemind's validator it signs and checks records."""
+    """The addresses of a run's members. As hivemind's validator it signs and checks records."""
 
     def __init__(self, run_id: str, identity: SigningKey, gate: Gate) -> None:
         self._key, self._identity, self._gate = f"{run_id}/peers", identity, gate
         self._raw_key = DHTID.generate(source=self._key).to_bytes()
 
     async def join(self, p2p: P2P, seeds: Sequence[str], serves: bool) -> None:
-        """Join through these peers; a node that does not serve stores nothing for others."""
+        """Join the DHT through these peers; without `serves`, store nothing for others."""
         peers = [Multiaddr(f"/p2p/{seed}") for seed in seeds] or None
         self._node = await DHTNode.create(
             p2p=p2p, initial_peers=peers, record_validator=self, client_mode=not serves
@@ -54,10 +54,10 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
         self._node.protocol.storage, self._node.protocol.cache = BoundedStorage(), BoundedStorage()
 
     async def announce(self, addresses: Sequence[str], life_s: float, met: Sequence[str]) -> None:
-        """Store where this peer is; `ConnectionError` when the daemon does not answer.
+        """Store this peer's addresses; `ConnectionError` if the daemon does not answer.
 
-        Some members that the DHT does not know are asked in, so that it becomes one again after a
-        split.
+        Some members in `met` that the DHT node does not know are added to it, so that a split DHT
+        becomes one again.
         """
         protocol, ends_at = self._node.protocol, get_dht_time() + life_s
         ids = map(PeerID.from_base58, met)
@@ -69,27 +69,27 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
             await self._node.store(self._key, places, ends_at, subkey=mine)
 
     async def announced(self) -> dict[str, list[str]]:
-        """Addresses, which may be any text, by peer; raises as `announce`."""
+        """Return the stored addresses by peer, as untrusted text; raises as `announce`."""
         with _connected():
             stored = await self._node.get(self._key, latest=True)
         records = stored.value if stored is not None and isinstance(stored.value, dict) else {}
         return {peer: list(record.value) for peer, record in records.items()}
 
     async def shutdown(self) -> None:
-        """End the node."""
+        """Shut the DHT node down."""
         await self._node.shutdown()
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """The value with this peer's signature, which carries its key."""
+        """Return the value with this peer's signature, which contains its key."""
         signature = self._identity.sign(_CONTEXT, _content(record, record.value))
         return bytes(msgpack.packb([record.value, signature]))
 
     def strip_value(self, record: DHTRecord) -> bytes:
-        """The value as its owner gave it; `record` is valid."""
+        """Return the value of a valid record without its signature."""
         return bytes(msgpack.unpackb(record.value)[0])
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether these are addresses of the peer that the record names, as it has signed them."""
+        """Return True if the record's owner has signed it, and it holds addresses."""
         owner = _unpack(record.subkey)
         reason = self._objection(record, owner)
         if reason is not None:
@@ -113,7 +113,7 @@ class AddressRecords(RecordValidatorBase):  # type: ignore[misc]
         return None if texts else "holds no addresses"
 
     def merge_with(self, other: Any) -> bool:
-        """There is one per node."""
+        """Refuse to merge: each node has one validator."""
         return False
 
 
@@ -121,7 +121,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """hivemind's storage for others, with at most `MAX_OWNERS` records under each key."""
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """As in hivemind. Above the limit the record that ends first goes."""
+        """As in hivemind; above the limit, drop the record that expires first."""
         stored = bool(super().store_subkey(key, subkey, value, expiration_time))
         records = self.data[key].value if key in self.data else None
         if isinstance(records, DictionaryDHTValue):
@@ -131,13 +131,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 class _Unparsed:
-    """In place of a type of requests: hivemind then hands requests on unparsed."""
+    """Stands in for a request's protobuf type, so that hivemind passes requests on unparsed."""
 
     FromString = staticmethod(bytes)
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P. Its DHT calls, in and out, are between peers that know each other."""
+    """hivemind's P2P, with DHT calls only between peers that have greeted each other."""
 
     gate: Gate
     greet: Callable[[str], Awaitable[None]]
@@ -145,7 +145,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     async def add_protobuf_handler(
         self, name: str, handler: Any, input_protobuf_type: Any, **options: Any
     ) -> None:
-        """As in `P2P`, but a stranger's call fails before it is parsed. (The DHT streams none.)"""
+        """As in `P2P`, but a stranger's call fails before parsing. (No DHT call is a stream.)"""
 
         async def guarded(request: bytes, context: Any) -> Any:
             peer = context.remote_id.to_base58()
@@ -160,7 +160,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     async def call_protobuf_handler(
         self, peer_id: PeerID, name: str, *arguments: Any, **options: Any
     ) -> Any:
-        """As in `P2P`; `Refused` or `Untrusted` when one of the two is not in the run."""
+        """As in `P2P`; raises `Refused` or `Untrusted` if one of the two is not in the run."""
         if self.gate.admission is not None:
             await self.greet(peer_id.to_base58())
         return await super().call_protobuf_handler(peer_id, name, *arguments, **options)

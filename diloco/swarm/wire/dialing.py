@@ -1,4 +1,4 @@
-"""Calls addresses over libp2p, and says in words why one does not answer."""
+"""Connecting to addresses over libp2p, and readable reasons for failures."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CALL_S = 10.0
 DESCRIPTORS = 2**14
-LATECOMERS_S = 1.0  # for the other addresses, once one has answered
+LATECOMERS_S = 1.0  # time left for the other addresses, once the first has answered
 _NO_NETWORK, _NO_NAME = "there is no way to that network", "that host name is unknown"
-LOCAL = {_NO_NETWORK, _NO_NAME}  # what a machine without a network has of all others
-_REASONS = {  # libp2p's words, and what they mean; the first that is found counts
+LOCAL = {_NO_NETWORK, _NO_NAME}  # the only reasons on a machine without a network
+_REASONS = {  # by text in libp2p's error; the first match counts
     "connection refused": "nobody listens on that port",
     "peer id mismatch": "another peer answers there",
     "no route to host": "there is no way to that machine",
@@ -46,7 +46,7 @@ _REASONS = {  # libp2p's words, and what they mean; the first that is found coun
 
 
 async def call_each(p2p: P2P, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to these addresses, all at once; the error by address, "" where a peer answered.
+    """Connect to these addresses at once; return the error by address, "" if a peer answered.
 
     An address that is a second slower than the first one counts as silent.
     """
@@ -70,8 +70,7 @@ async def _call(p2p: P2P, address: str) -> str:
     try:
         await p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(multiaddr)])
     except (ControlFailure, P2PDaemonError, OSError, ValueError) as error:
-        # The daemon writes one line for each address that it knows of the peer; only this one
-        # matters.
+        # The error has one line for each address that the daemon knows of the peer.
         text = str(error)
         lines = [line for line in text.splitlines() if f"[{multiaddr}]" in line] or [text]
         reason = lines[-1].lower()
@@ -84,20 +83,20 @@ async def _call(p2p: P2P, address: str) -> str:
 
 
 async def client_daemon(identity_path: str | None = None) -> P2P:
-    """A daemon that only calls others. It listens nowhere and knows nobody."""
+    """Start a daemon that only makes calls: it does not listen, and has no known peers."""
     return await start_daemon(P2P, dht_mode="client", no_listen=True, identity_path=identity_path)
 
 
 async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
-    """`P2P.create`, but the daemon has a session of its own, and nothing about its end is printed.
+    """As `P2P.create`, but the daemon has its own session, and its end prints nothing.
 
     Ctrl+C in a terminal reaches every process of a group, and so does the signal by which torchrun
     ends its ranks. The daemon must outlive both for a clean leave, and does not ignore SIGINT
     reliably.
 
-    hivemind leaves two errors to the garbage collector, which prints them: a daemon that did not
-    start, and tasks that talked with a daemon that was killed. It would also put its sockets into
-    /tmp, which may be read-only or full.
+    hivemind leaves two errors unretrieved, which are then printed: that of a daemon that did not
+    start, and of tasks connected to a killed daemon. It would also put its sockets into /tmp, which
+    may be read-only or full.
     """
     _allow_descriptors()
     folder = gettempdir()
@@ -118,7 +117,7 @@ async def start_daemon(kind: type[P2P], **options: Any) -> P2P:
     except BaseException:
         for daemon in started:
             if daemon.returncode is None:
-                # `terminate` would reap an ended daemon and print that
+                # `terminate` would reap an ended daemon, and print a warning
                 with suppress(ProcessLookupError):
                     os.kill(daemon.pid, signal.SIGTERM)
             await daemon.wait()
@@ -135,7 +134,7 @@ def _allow_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # a system may allow less than it says
+        with suppress(ValueError, OSError):  # a system may allow less than its hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -145,7 +144,7 @@ def _note_end(task: asyncio.Task[None]) -> None:
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:
-    """Public addresses, then those of a LAN (the one that leads out first), then loopback."""
+    """Sort addresses: public, then LAN (that of the default route first), then loopback."""
     way_out, scopes = _way_out(), ("public", "LAN", "loopback")
 
     def rank(address: str) -> tuple[int, bool, bool]:
@@ -156,7 +155,7 @@ def best_first(addresses: Sequence[str]) -> list[str]:
 
 
 def _way_out() -> str | None:
-    """This machine's source address for outgoing packets. Nothing is sent."""
+    """Find this machine's source address for outgoing packets. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET

@@ -1,15 +1,15 @@
-"""Which peers may open a stream to this one, and which it believes. Every stream and DHT call
-passes the gate.
+"""Admission of peers: which may open streams to this one, and which it trusts. Every stream and DHT
+call passes the gate.
 
 1. Before its first stream to a peer this one sends a `Greeting` with its credential, on a stream of
    its own.
 2. The other side checks it against the libp2p identity that opened the stream, and answers with its
-   own credential, or with a `Refusal`. The side with the newer list of what is revoked sends it.
-3. Of an unknown identity no more than `MAX_GREETING_BYTES` are read on any stream, and a DHT call
-   of it is not parsed (the daemon hands over whole calls, of at most 4 MiB).
-4. A peer that expires or is revoked is put out at once: its streams here are closed.
+   own credential, or with a `Refusal`. The side with the newer revocation list sends it.
+3. From an unknown identity at most `MAX_GREETING_BYTES` are read on any stream, and its DHT calls
+   are not parsed (the daemon delivers whole calls, of at most 4 MiB).
+4. When a credential expires or is revoked, the streams of its peer are closed at once.
 
-An open run has no admission: everybody is let in, and greetings are empty.
+An open run has no admission: everybody is admitted, and greetings are empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Refused
 
 GREETING = "diloco/1/greeting"
 GREETING_TIMEOUT_S = 10.0
-OWN_LIFE_S = 366 * 86400  # life of the invitation that the run's owner gives itself at each start
+OWN_LIFE_S = 366 * 86400  # of the invitation that the owner issues to itself at each start
 VISIT_LIFE_S = 86400
 IN_USE = "its identity is in use by a running peer; give this one another swarm.identity_path"
 
@@ -43,41 +43,41 @@ Opener = Callable[[], Awaitable[tuple[ByteReader, ByteWriter]]]
 
 
 async def _unused(peer: str, instance: str) -> None:
-    """No other process has the identity of a peer."""
+    """Return None: no other process has the identity."""
 
 
 class Gate:
-    """One peer's admission, applied to the network; without an admission everybody is let in.
+    """Applies one peer's admission to its network; without an admission everybody is admitted.
 
-    It shows itself in a role, by default that of its token; a visitor is an observer.
+    `role` is the role in its greetings, by default that of its token; a visitor is an observer.
 
-    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it counts.
-    `identity_in_use` says why another living process of that identity forbids the one with that
-    `instance`.
+    `on_refused` is called with peer and reason, and `on_revoked` with a newer list, once it is in
+    force. `identity_in_use` returns the reason to refuse the process `instance` of a peer, if
+    another living process has the same identity.
     """
 
     def __init__(self, admission: Admission | None = None, role: Role | None = None) -> None:
         self.admission = admission
         self.memory = Memory() if admission is None else admission.memory
-        self.me = self.instance = ""  # the transport sets them
+        self.me = self.instance = ""  # set by the transport
         self.identity_in_use: Callable[[str, str], Awaitable[str | None]] = _unused
         self.on_refused: Callable[[str, str], None] = lambda peer, reason: None
         self.on_revoked: Callable[[Revocations], None] = lambda revoked: None
         self._role = role
         self._greeted: set[str] = set()
-        # dicts and not sets: their order does not depend on memory addresses
+        # dicts, because the order of sets depends on memory addresses
         self._serving: defaultdict[str, dict[ByteWriter, None]] = defaultdict(dict)
         self._strangers: Newest[ByteWriter] = Newest()
 
     @property
     def run_key(self) -> str | None:
-        """The public key of the run, in hexadecimal digits; None where everybody is let in."""
+        """The public key (hex) of the run; None in an open run."""
         return None if self.admission is None else self.admission.run_key.hex()
 
     # -- greetings ---------------------------------------------------------------------------------
 
     async def greet(self, peer: str, opener: Opener, again: bool = False) -> None:
-        """Make both sides known to each other; `Refused` or `Untrusted` when one bars the other."""
+        """Exchange greetings; `Refused` or `Untrusted` if one side does not admit the other."""
         if not again and peer in self._greeted and self.trusts(peer):
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
@@ -93,7 +93,7 @@ class Gate:
             if reason is None:
                 await self._exchange_revocations(stream, mine, theirs)
                 reason = None if self.trusts(peer) else "its invitation allows to watch only"
-            # the other may be on the list, and has to hear of that
+            # the other peer may be on the list, and has to learn that
             elif mine.revoked > theirs.revoked:
                 with contextlib.suppress(*BROKEN):
                     await self._exchange_revocations(stream, mine, theirs)
@@ -149,7 +149,7 @@ class Gate:
     async def _exchange_revocations(
         self, stream: PeerStream, mine: Greeting, theirs: Greeting
     ) -> None:
-        """The side with the newer list sends it, and waits until the other ends the stream."""
+        """Send the list if it is newer, and wait for the end of the stream; else receive it."""
         if mine.revoked < theirs.revoked:
             self.hear(expect(await stream.receive(), Revocations))
         elif mine.revoked > theirs.revoked and self.admission is not None:
@@ -157,14 +157,14 @@ class Gate:
             await stream.drained()
 
     def _end_older_strangers(self, peer: str, writer: ByteWriter) -> None:
-        """A stranger's stream ends older ones of strangers: identities cost them nothing."""
+        """End older streams of strangers for a new one, as identities cost strangers nothing."""
         for older in self._strangers.add(peer, writer):
             older.close()
 
     async def serve(
         self, peer: str, reader: ByteReader, writer: ByteWriter, handler: Handler
     ) -> None:
-        """Let the handler have a stream, if the peer is known."""
+        """Pass a stream to the handler, if its peer is known."""
         if self.admission is not None and self.role_of(peer) is None:
             self.on_refused(peer, self.admission.unknown)
             self._end_older_strangers(peer, writer)
@@ -182,10 +182,10 @@ class Gate:
             if not self._serving[peer]:
                 del self._serving[peer]
 
-    # -- who may do what ---------------------------------------------------------------------------
+    # -- permissions -------------------------------------------------------------------------------
 
     def objection(self, peer: str, message: Message) -> str | None:
-        """Why the peer may not begin a stream with this message; None when it may."""
+        """Return the reason why the peer may not begin a stream with this message, or None."""
         if getattr(message, "trains", False) and self.role_of(peer) == "host":
             remedy = "use diloco host, or ask for another one"
             return f"an invitation for role host does not allow training; {remedy}"
@@ -196,27 +196,27 @@ class Gate:
         return barred
 
     def forbids(self, peer: str, what: str, roles: Collection[Role]) -> str | None:
-        """Why the peer may not do that, which peers in these roles may; None when it may."""
+        """Return the reason why a peer may not do `what`; None if it has one of these roles."""
         if self.admission is None:
             return None
         return self.admission.objection(peer, what, roles, time.time())
 
     def trusts(self, peer: str) -> bool:
-        """Whether the word of this peer counts, such as a refusal: that of an observer does not."""
+        """Return True if this peer's statements, such as refusals, count; an observer's do not."""
         return self.admission is None or self.role_of(peer) in MEMBERS
 
     def authors(self, peer: str) -> bool:
-        """Whether a peer, or this one, may make versions: in a public run, whoever was invited."""
+        """Return True if a peer, or this one, may make versions: in a public run, if invited."""
         if self.admission is None or not self.admission.public:
             return True
         return self.admission.token is not None if peer == self.me else self.admission.invited(peer)
 
     def role_of(self, peer: str) -> Role | None:
-        """The role of a peer that is in; None too where everybody is."""
+        """Return the role of an admitted peer; None if it is not, and in an open run."""
         return None if self.admission is None else self.admission.role_of(peer, time.time())
 
     def expel(self) -> dict[str, str]:
-        """Close the streams of peers that are no longer admitted; returns the reasons by peer."""
+        """Close the streams of peers that are no longer admitted; return the reasons by peer."""
         out = {} if self.admission is None else self.admission.expel(time.time())
         for peer, reason in out.items():
             self._greeted.discard(peer)
@@ -226,11 +226,11 @@ class Gate:
         return out
 
     def lapsed(self) -> str | None:
-        """Why this peer itself is no longer admitted; None when it is."""
+        """Return the reason why this peer itself is no longer admitted, or None."""
         return None if self.admission is None else self.admission.lapsed(self.me, time.time())
 
     def hear(self, revoked: Revocations) -> bool:
-        """Take in a list from anybody; True when it is the owner's and news."""
+        """Adopt a revocation list; return True if the owner signed it and it is newer."""
         newer = Revoked.of(revoked.number, revoked.token_ids, revoked.peer_ids, revoked.signature)
         if self.admission is None or not self.admission.revoke(newer):
             return False
@@ -238,14 +238,14 @@ class Gate:
         return True
 
     def sealed(self, manifest_hash: str, seal: str) -> bool:
-        """Whether the run's owner signed settings with this hash, or everybody is let in."""
+        """Return True in an open run, or if the run's owner signed settings with this hash."""
         admitted = self.admission
         if admitted is None:
             return True
         return is_sealed(admitted.run_key, admitted.run_id, manifest_hash, seal)
 
     def learn_seal(self, manifest_hash: str, seal: str) -> None:
-        """Keep the owner's signature of this peer's manifest, to show it to newcomers."""
+        """Keep the owner's signature of this peer's manifest, to pass it on to newcomers."""
         is_new = self.admission is not None and seal != self.memory.seal
         if is_new and self.sealed(manifest_hash, seal):
             self.memory.seal = seal
@@ -253,7 +253,7 @@ class Gate:
 
 
 def message_of(revoked: Revoked) -> Revocations:
-    """A list as peers send it."""
+    """Convert a revocation list to its message."""
     tokens, peers = list(revoked.token_ids), list(revoked.peer_ids)
     return Revocations(
         number=revoked.number, token_ids=tokens, peer_ids=peers, signature=revoked.signature
@@ -270,11 +270,11 @@ def gate_for(
     memory_path: Path | None = None,
     public: bool = False,
 ) -> Gate:
-    """The gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`; `public`:
-    `swarm.admit`).
+    """Make the gate of a peer with these settings (`run.key`, `swarm.token`, `swarm.key_path`;
+    `public`: `swarm.admit`).
 
-    With the private half it seals the manifest. The file at `memory_path` has whom this peer
-    refused before. Raises `ConfigError` when the settings do not fit together, or the file is
+    With the private key it signs the manifest. The file at `memory_path` lists peers refused in
+    earlier sessions. Raises `ConfigError` if the settings contradict each other, or the file is
     damaged.
     """
     key = None if key_path is None else RunKey.read(Path(key_path))
@@ -303,7 +303,7 @@ def gate_for(
         admission.revoke(Revoked.remembered(key, Path(key_path), run_id))
     hosts = own is not None and own.grant.role == "worker" and not trains
     gate = Gate(admission, "host" if hosts else None)
-    if not gate.sealed(manifest_hash, memory.seal):  # of an earlier manifest, or none yet
+    if not gate.sealed(manifest_hash, memory.seal):  # no seal, or of an earlier manifest
         memory.seal = "" if key is None else key.seal(run_id, manifest_hash)
     return gate
 
@@ -323,7 +323,7 @@ def _check_fits(own: Token, run_id: str, run_key: str | None) -> None:
 
 
 def observer_gate(run_id: str, token: str | None, key_path: str | None = None) -> Gate:
-    """The gate of an observer, which uses up no invitation. Only a key needs the `run_id`."""
+    """Make the gate of an observer, which uses no invitation up. `run_id` is needed with a key."""
     if token is not None:
         return Gate(Admission(Token.read(token)), "observer")
     if key_path is None:

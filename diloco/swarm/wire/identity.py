@@ -1,5 +1,5 @@
-"""What an identity has signed. A libp2p peer id is the hash of an RSA key, and a signature carries
-that key: anybody can check a signature alone, and nobody has to vouch for a key.
+"""Signatures of libp2p identities. A peer id is the hash of an RSA key, and a signature contains
+that key: a receiver can check it without a key store or a third party.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_SIGNATURE = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
 class SigningKey:
-    """Signs as one peer. A signature takes 0.2 ms, and the check of one 0.02 ms."""
+    """Private key of a peer. Signing takes 0.2 ms, and a check 0.02 ms."""
 
     def __init__(self, key: rsa.RSAPrivateKey) -> None:
         self._key = key
@@ -38,7 +38,7 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: Path) -> SigningKey:
-        """The key in a file, which is made when it is missing; `ConfigError` if there is none."""
+        """Read the key in a file, which is made if missing; `ConfigError` if it holds no key."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
@@ -50,7 +50,7 @@ class SigningKey:
             why = f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file"
             raise ConfigError(why) from None
         key: object = None
-        with suppress(Exception):  # protobuf or the library for keys raises it
+        with suppress(Exception):  # of protobuf, or of the cryptography library
             data = crypto_pb2.PrivateKey.FromString(private).data
             key = serialization.load_der_private_key(data, password=None)
         if not isinstance(key, rsa.RSAPrivateKey):
@@ -59,23 +59,23 @@ class SigningKey:
         return cls(key)
 
     def sign(self, context: bytes, content: bytes) -> bytes:
-        """A signature with its key (556 bytes), which says nothing in any other context."""
+        """Return a signature with its key (556 bytes), which is valid in this context only."""
         signature = self._key.sign(context + b"\0" + content, padding.PKCS1v15(), hashes.SHA256())
         return bytes(msgpack.packb([self.public, signature]))
 
 
 def own_id(path: Path) -> str:
-    """The peer id of the key in a file, as `SigningKey.read`."""
+    """Return the peer id of the key in a file; see `SigningKey.read`."""
     return SigningKey.read(path).me
 
 
 def identity_number(path: Path) -> int:
-    """A number below 2**48 that belongs to the key in a file, as `SigningKey.read`."""
+    """Return a number below 2**48 derived from the key in a file; see `SigningKey.read`."""
     return int.from_bytes(hashlib.sha256(own_id(path).encode()).digest()[:6], "big")
 
 
 def verify(context: bytes, peer: str, content: bytes, signature: bytes) -> bool:
-    """Whether the peer has signed the content in that context. Untrusted bytes never raise."""
+    """Return True if the peer has signed the content in that context. Never raises."""
     try:
         public, signed = msgpack.unpackb(signature)
         if len(public) > MAX_KEY_BYTES:
@@ -89,7 +89,7 @@ def verify(context: bytes, peer: str, content: bytes, signature: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
-    """The owner of an RSA key (DER), as libp2p derives it, and the key; or `ValueError`."""
+    """Return libp2p's peer id of an RSA key (DER), and the key; or raise `ValueError`."""
     key = serialization.load_der_public_key(public)
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("not an RSA key")
@@ -99,8 +99,8 @@ def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
 
 
 def _make_identity(path: Path) -> None:
-    """As hivemind's `generate_identity`, but nobody else can read the key before its `chmod`."""
+    """As hivemind's `generate_identity`, but other users can never read the key."""
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
-        with suppress(PermissionError):  # of its `chmod`, on a file system without modes
+        with suppress(PermissionError):  # of hivemind's `chmod`, on a file system without modes
             P2P.generate_identity(str(Path(private, "key")))
         os.replace(Path(private, "key"), path)

@@ -1,12 +1,12 @@
-"""Bulk streams past the daemon, through which a byte costs several times as much.
+"""Direct connections for bulk streams, as a byte through the daemon takes several times the work.
 
-1. The opener asks for a `Door` over a stream of the daemons: both know who the other is, and the
-   gate has let the opener in.
-2. It connects to the port there, and proves with the key of the door who it is (`sealed`).
+1. The opener asks for a `Door` over a stream of the daemons, where both sides are authenticated and
+   the gate has admitted the opener.
+2. It connects to the port of the door, and proves its identity with the door's key (`sealed`).
 3. The acceptor serves the connection like a bulk stream of the daemon: gate, limits, penalties.
 
-Where no such connection can be made within `KNOCK_S`, the daemon carries the streams to that peer,
-and after `AGAIN_S` the next one tries again. Nobody waits for another stream that tries.
+If no such connection can be made within `KNOCK_S`, the daemon carries the streams to that peer, and
+the first stream after `AGAIN_S` tries again. Other streams do not wait for this attempt.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from diloco.swarm.wire.streams import BROKEN, PeerStream, Traffic
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Handler, Transport
 
 LANE = "diloco/1/lane"
-KNOCK_S = 2.0  # for the question and the connections to all hosts
+KNOCK_S = 2.0  # for the request and the connections to all hosts
 AGAIN_S = 60.0
-HELLO_S = 10.0  # of a stranger
-HOSTS, _NAME_BYTES = 4, 64  # a name is a peer id, and zeros
+HELLO_S = 10.0  # for the handshake of a stranger
+HOSTS, _NAME_BYTES = 4, 64  # a name is a peer id, padded with zeros
 
 Hosts = Annotated[list[Annotated[str, Meta(max_length=45)]], Meta(max_length=HOSTS)]
 
 
 class Door(Message, frozen=True, tag="door"):
-    """Where, and with which key, whoever asks may open bulk connections; port 0: nowhere."""
+    """Hosts, port and key for bulk connections of the asker; port 0 if there are none."""
 
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     hosts: Hosts = msgspec.field(default_factory=list)
@@ -52,22 +52,23 @@ class Door(Message, frozen=True, tag="door"):
 
 @dataclass
 class _Way:
-    """To one peer: its door, and the host at which that was found."""
+    """Route to one peer: its door, and the host at which a connection was made."""
 
     door: Door
     host: str = ""
-    again_at: float = 0.0  # until then the daemon is taken
+    again_at: float = 0.0  # time until which the daemon is used
 
 
 class Lanes:
-    """The direct connections of one peer, those that it opens and those that it takes.
+    """The direct connections of one peer, outgoing and incoming.
 
-    A connection that fails is a broken stream, like any other; one that cannot be made is None.
+    A connection that fails is a broken stream like any other; `open` returns None if none can be
+    made.
     """
 
     def __init__(self, network: Transport) -> None:
         self.handler: Handler | None = None  # of bulk streams
-        self.port = 0  # where it listens; 0: nowhere
+        self.port = 0  # the port listened on; 0 if none
         self._network, self._secret = network, secrets.token_bytes(SECRET_BYTES)
         self._ways: dict[str, _Way] = {}
         self._servers: list[asyncio.Server] = []
@@ -84,8 +85,8 @@ class Lanes:
         return derived(self._secret, b"", peer.encode())
 
     async def listen(self, settings: SwarmConfig) -> None:
-        """Take connections on the hosts of `swarm.listen`. `SwarmError` when `swarm.bulk_port` is
-        taken; in the place of the port next to the other, any free one does."""
+        """Accept connections on the hosts of `swarm.listen`. `SwarmError` if `swarm.bulk_port` is
+        in use; if the default port, next to libp2p's, is in use, any free port is taken."""
         parts = [[*address.split("/"), "0", "0", "0"] for address in settings.listen]
         hosts = [part[2] for part in parts if part[1] in ("ip4", "ip6")]
         fixed = next((int(part[4]) for part in parts if part[4] != "0"), 65535)
@@ -97,7 +98,7 @@ class Lanes:
             if settings.bulk_port:
                 why = f"swarm.bulk_port={port} cannot be listened on: {error.strerror}"
                 raise SwarmError(f"{why}; choose another port, or 0 for any") from None
-            with suppress(OSError):  # then the daemon carries it all
+            with suppress(OSError):  # without a port, the daemon carries all streams
                 await self._listen(hosts, 0)
 
     async def _listen(self, hosts: Sequence[str], port: int) -> None:
@@ -107,7 +108,7 @@ class Lanes:
         self.port = port
 
     async def tell(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
-        """Answer the question for the door, as a `Handler`."""
+        """Answer a request for the door, as a `Handler`."""
         with closing(PeerStream(peer, reader, writer, Traffic())) as stream:
             if self._asked.opened(peer, asyncio.get_running_loop().time()) is not None:
                 return
@@ -145,14 +146,14 @@ class Lanes:
         await self.handler(peer, stream, stream)
 
     async def close(self) -> None:
-        """End all connections that were taken; those that were opened end with their streams."""
+        """End all incoming connections; outgoing ones end with their streams."""
         while self._servers:
             self._servers.pop().close()
         for writer in self._taken.values():
             writer.transport.abort()
 
     async def open(self, peer: str) -> Sealed | None:
-        """A connection to a peer, or None: take the daemon."""
+        """Open a connection to a peer; None if the daemon has to be used."""
         now = asyncio.get_running_loop().time()
         way = self._ways.setdefault(peer, _Way(Door()))
         forget_oldest(self._ways, MAX_PEERS)
@@ -165,7 +166,7 @@ class Lanes:
                     ends = await self._network.open(peer, LANE)
                     with closing(PeerStream(peer, *ends, Traffic())) as stream:
                         way.door = expect(await stream.receive(), Door)
-                    near = _host_in(await self._network.observed(peer))  # no hearsay
+                    near = _host_in(await self._network.observed(peer))  # not from the peer itself
                     named = [host for host in way.door.hosts if self._may(way.door, host)]
                     hosts = [*dict.fromkeys([near] * bool(near) + named)] * (way.door.port > 0)
                 way.host, made = await self._first(way.door, hosts)
@@ -176,14 +177,14 @@ class Lanes:
         return made
 
     def _may(self, door: Door, host: str) -> bool:
-        """Whether to connect there on hearsay; never to a name, which may become any host."""
+        """Return True if the peer may make us connect there; never for a name, but for an IP."""
         with suppress(ValueError):
             version = ipaddress.ip_address(host).version
             return self._network.may_call(f"/ip{version}/{host}/tcp/{door.port}")
         return False
 
     async def _first(self, door: Door, hosts: Sequence[str]) -> tuple[str, Sealed]:
-        """The first host that proves itself; the others are given up."""
+        """Return the first host that proves its identity, and its connection; close the others."""
         calls = [asyncio.ensure_future(self._knock(door, host)) for host in hosts]
         chosen: tuple[str, Sealed] | None = None
         try:
@@ -214,6 +215,6 @@ class Lanes:
 
 
 def _host_in(address: str) -> str:
-    """The IP of a multiaddr; empty for the address of a relay, and where there is none."""
+    """Return the IP of a multiaddr; empty for the address of a relay, and without an IP."""
     _, family, host, *_ = [*address.split("/"), "", "", ""]
     return host if family in ("ip4", "ip6") and "/p2p-circuit" not in address else ""

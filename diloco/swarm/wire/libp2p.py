@@ -1,7 +1,6 @@
-"""The network of a peer: a libp2p daemon that this process starts, and that ends with it, and the
-DHT of the run.
+"""The network of a peer: a libp2p daemon, which is a child of this process, and the DHT of the run.
 
-`hivemind.DHT` would fork a process of its own. A `DHTNode` on a `P2P` of our own loop needs none.
+`hivemind.DHT` would fork a process. A `DHTNode` on a `P2P` of our own event loop needs none.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
-_WORD = b"diloco word"  # what peers sign for each other, unlike records of the DHT
-# libp2p has no address of the peer
+_WORD = b"diloco word"  # context of signatures other than those of DHT records
+# parts of libp2p's errors when it has no address of a peer
 _LOST = ("routing: not found", "failed to find any peer in table")
 
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
@@ -55,7 +54,7 @@ Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 
 
 def peer_id_of(address: str) -> str:
-    """The peer id at the end of a multiaddr; `ConfigError` says what a correct one looks like."""
+    """Return the peer id at the end of a multiaddr; `ConfigError` shows a correct one."""
     wrong = address_error(address)
     if wrong is not None:
         raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
@@ -63,13 +62,13 @@ def peer_id_of(address: str) -> str:
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
-    """Addresses, also those in each `@FILE`; `SwarmError` when nobody writes it in time."""
+    """Return addresses, with those in each `@FILE`; `SwarmError` if no file appears in time."""
     addresses: list[str] = []
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     for entry in entries:
         path = Path(entry[1:])
-        # os.path.exists accepts any name; Path.exists raises for some
+        # os.path.exists accepts any text; Path.exists raises for some
         while entry.startswith("@") and not os.path.exists(path):
             if loop.time() > until:
                 why = f"no address in {path} after {timeout_s:.0f} s"
@@ -86,7 +85,7 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
 
 
 def check_free(listen: Sequence[str]) -> None:
-    """`SwarmError` if another program has one of these ports, which libp2p would silently share."""
+    """Raise `SwarmError` if one of these ports is in use: libp2p would silently share it."""
     for address in listen:
         _, family, host, _, port, *_ = address.split("/")
         if family not in ("ip4", "ip6") or port == "0":
@@ -94,7 +93,7 @@ def check_free(listen: Sequence[str]) -> None:
         version = socket.AF_INET if family == "ip4" else socket.AF_INET6
         try:
             with socket.socket(version, socket.SOCK_STREAM) as probe:
-                # ended connections do not keep it
+                # a port with ended connections only counts as free
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, int(port)))
         except OSError as error:
@@ -103,7 +102,7 @@ def check_free(listen: Sequence[str]) -> None:
 
 
 def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
-    """What failed on this machine."""
+    """Describe an error of libp2p on this machine."""
     if "failed to listen" in str(error):
         why = f"swarm.listen={','.join(listen)} cannot be listened on"
         return SwarmError(f"{why}; choose another address or port")
@@ -112,7 +111,7 @@ def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
 
 
 def _nobody(outcome: Mapping[str, str]) -> str:
-    """That nobody answers at these addresses, for these reasons."""
+    """Describe failed calls: which address failed for which reason, and a remedy."""
     by_reason: dict[str, list[str]] = {}
     for address, why in outcome.items():
         by_reason.setdefault(why, []).append(address)
@@ -133,10 +132,10 @@ class Libp2p:
         self.addresses: list[str] = []
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.reachable, self.advice = True, ""
-        self.silent: dict[str, str] = {}  # addresses at which nobody answered, and why
-        self._scopes = {"public"}  # of addresses that anybody may name
+        self.silent: dict[str, str] = {}  # addresses without an answer, and the reasons
+        self._scopes = {"public"}  # kinds of addresses that may be called on hearsay
         self._p2p, self._gate = p2p, gate
-        self.direct = False  # whether it opens bulk streams past the daemon, where it can
+        self.direct = False  # True: open bulk streams past the daemon if possible
         self.lanes = Lanes(self)
         self.way = self.lanes.way
         self._members: AddressRecords | None = None
@@ -151,13 +150,13 @@ class Libp2p:
         run_id: str | None = None,
         ask: Ask | None = None,
     ) -> Libp2p:
-        """Start listening (nowhere with `reachable=no`), greet the initial peers, and join the DHT
-        of a run.
+        """Start listening (unless `reachable=no`), greet the initial peers, and join the DHT of a
+        run.
 
         With `reachable=auto`, `ask` has a peer on another machine call back. `SwarmError`: no
-        initial peer answers or admits this one, the port is taken, the only one has this identity,
-        or the daemon does not start; `ConfigError`: the identity cannot be written, or is none, or
-        an initial peer is no address.
+        initial peer answers or admits this one, the port is in use, the only initial peer has this
+        identity, or the daemon does not start; `ConfigError`: the identity's file cannot be written
+        or holds no key, or an initial peer is no address.
         """
         given = await read_addresses(network.initial_peers, ADDRESS_WAIT_S)
         identity, kind = SigningKey.read(identity_path), P2P
@@ -191,8 +190,8 @@ class Libp2p:
                 visible = await self._p2p.get_visible_maddrs()
                 self.addresses = best_first([str(address) for address in visible])
             self.reachable = bool(self.addresses)
-            # Within one machine nobody doubts that others can call this peer, unless it names an
-            # address.
+            # Peers of one machine can call each other: check only with seeds on other machines, or
+            # announced addresses.
             elsewhere = any(reachability(seed) != "loopback" for seed in seeds)
             in_doubt = seeds and (network.announce or elsewhere)
             if ask is not None and network.reachable == "auto" and in_doubt:
@@ -215,13 +214,14 @@ class Libp2p:
         gate: Gate | None = None,
         identity_path: Path | None = None,
     ) -> Libp2p:
-        """A peer that only asks, without the DHT; its identity is new unless it has a file.
+        """Connect a peer that only makes requests, without the DHT and with a new identity.
 
-        Its seeds are the peers that answered. `SwarmError` when nobody answers or admits it.
+        With `identity_path`, that is its identity. Its seeds are the peers that answered.
+        `SwarmError` if no peer answers, or none admits it.
         """
         addresses = await read_addresses(initial_peers, VISIT_WAIT_S)
         if identity_path is not None:
-            SigningKey.read(identity_path)  # makes it
+            SigningKey.read(identity_path)  # makes the file
         key = None if identity_path is None else str(identity_path)
         self = await cls._of(client_daemon(key), gate or Gate())
         async with self._or_ended():
@@ -237,7 +237,7 @@ class Libp2p:
 
     @asynccontextmanager
     async def _or_ended(self) -> AsyncIterator[None]:
-        """Whatever fails inside ends the daemon."""
+        """End the daemon after any error in the block."""
         try:
             yield
         except BaseException as error:
@@ -247,7 +247,7 @@ class Libp2p:
             raise _broken(error) from error
 
     async def _meet(self, addresses: Sequence[str], named: str = "") -> None:
-        """Call and greet these addresses; `SwarmError` (`named ...`) when none answers."""
+        """Call and greet these addresses; `SwarmError` (`named ...`) if none answers."""
         outcome = await call_each(self._p2p, addresses)
         self.silent = {address: why for address, why in outcome.items() if why}
         self.seeds = list(dict.fromkeys(peer_id_of(at) for at, why in outcome.items() if not why))
@@ -279,7 +279,7 @@ class Libp2p:
             self.lanes.handler = partial(self._gate.serve, handler=handler)
 
     async def open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
-        """As in `Transport`. A control stream greets again: a peer that restarted knows nobody."""
+        """As in `Transport`. A control stream greets again, as the peer may have restarted."""
         if self._gate.admission is not None:
             await self.greet(peer, again=protocol == CONTROL)
         if protocol == BULK and self.direct:
@@ -288,13 +288,13 @@ class Libp2p:
         return await self._open(peer, protocol)
 
     async def greet(self, peer: str, again: bool = True) -> None:
-        """Tell a peer, even `again`, who is here and what is revoked; raises as `open`."""
+        """Exchange greetings and revocations with a peer, even `again`; raises as `open`."""
         await self._gate.greet(peer, partial(self._open, peer, GREETING), again)
 
     async def _open(self, peer: str, protocol: str) -> tuple[ByteReader, ByteWriter]:
         try:
             peer_id = PeerID.from_base58(peer)
-        except ValueError:  # the id comes from a hello or the DHT, where anybody may write it
+        except ValueError:  # the id may be any text from a hello or the DHT
             raise ConnectionError(f"{peer[:64]!r} is no peer id") from None
         for called in (False, True):
             try:
@@ -302,7 +302,7 @@ class Libp2p:
                 return reader, writer
             except (ControlFailure, P2PDaemonError) as error:
                 lost = not called and str(error).endswith(_LOST)
-                # It may answer at an address that we know.
+                # The peer may answer at an address that this one knows.
                 known = self.addresses_of(peer) if lost else ()
                 if "" not in (await call_each(self._p2p, known)).values():
                     raise ConnectionError(f"{peer} cannot be reached: {error}") from error
@@ -330,7 +330,7 @@ class Libp2p:
         return ""
 
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
-        """As in `Transport`, by another daemon: this one would use its open connection."""
+        """As in `Transport`, by another daemon, as this one would reuse its open connection."""
         visitor = await client_daemon()
         try:
             outcome = {}
@@ -342,18 +342,18 @@ class Libp2p:
             await visitor.shutdown()
 
     def may_call(self, address: str) -> bool:
-        """As in `Transport`; without a seed in a LAN, this is the subnet of an own address."""
+        """As in `Transport`: a LAN address if a seed is in a LAN, or in an own address's subnet."""
         near = any(same_subnet(address, own) for own in self.addresses)
         return reachability(address) in self._scopes or near
 
     async def failed(self) -> None:
-        """As in `Transport`. Without its daemon a peer would train on alone and not know it."""
+        """As in `Transport`. Else a peer without its daemon would silently train on alone."""
         code = await self._p2p._child.wait()
         remedy = "run the same command again to go on from the checkpoint"
         raise SwarmError(f"this peer's libp2p daemon ended (code {code}); {remedy}")
 
     async def close(self) -> None:
-        """End DHT and daemon, in bounded time: tasks that wait for a dead daemon never end."""
+        """End DHT and daemon in bounded time, as tasks that wait for a dead daemon never end."""
         await self.lanes.close()
         for part in filter(None, (self._members, self._p2p)):
             await asyncio.wait([asyncio.ensure_future(part.shutdown())], timeout=CLOSE_S)

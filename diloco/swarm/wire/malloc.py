@@ -1,7 +1,7 @@
-"""Gives the memory that an exchange needs for a moment back to the system.
+"""Returns freed memory to the system around an exchange.
 
-glibc keeps freed memory for the thread that freed it: that of gradients for the trainer, that of
-buffers for the swarm thread. Without this an exchange would need 0.3 to 0.4 copies of the
+glibc keeps freed memory in an arena of the thread: that of gradients for the trainer, that of
+buffers for the swarm thread. Without trimming, an exchange would need 0.3 to 0.4 copies of the
 parameters on top of a training step.
 """
 
@@ -13,6 +13,6 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, in about a millisecond, where the C library can."""
+    """Return freed memory to the system, in about a millisecond; does nothing without glibc."""
     if _trim is not None:
         _trim(0)

@@ -1,4 +1,4 @@
-"""A libp2p stream as messages and payload. Lengths are checked before anything is read."""
+"""Messages and payload over a libp2p stream. Lengths are checked before anything is read."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ CONTROL = "diloco/1/control"
 BULK = "diloco/1/bulk"
 OPEN_TIMEOUT_S = 10.0
 
-# raised by reading from or writing to a peer that vanished, or takes too long
+# errors of reading from or writing to a peer that vanished, or is too slow
 BROKEN = (EOFError, OSError)
 
 _LENGTH_BYTES = 4
 _DISCARD_BYTES = 1 << 16
-# discarded of a peer that still sends, so that it comes to read why it is refused
+# bytes discarded from a refused peer that still sends, so that it reads the reason afterwards
 REFUSED_BYTES = 1 << 24
 FRAME_TIMEOUT_S = 30.0
-FLUSH_BYTES = 1 << 14  # of messages, between two looks whether a peer takes them
+FLUSH_BYTES = 1 << 14  # of messages, after which the sender waits for the peer
 STALL_FLOOR_S = 20.0
 STALL_FACTOR = 20.0
-SENDING_FACTOR = 10.0  # a thin link takes bytes late; heartbeats tell whether it takes any
-SLOWEST_BYTES_PER_S = 64.0  # a stranger that is slower holds up a frame, or a writer, no longer
+SENDING_FACTOR = 10.0  # a slow link takes bytes late; heartbeats show that it takes some
+SLOWEST_BYTES_PER_S = 64.0  # a slower stranger's stream is ended
 
 
 @dataclass
 class Traffic:
-    """Bytes that a node has written and read, and how fast it may write payload."""
+    """Bytes that a node has written and read, and its limit on writing payload."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -46,7 +46,7 @@ class Traffic:
     _free_at: float = 0.0
 
     async def throttle(self, nbytes: int) -> None:
-        """Wait until the upload limit allows that many bytes more."""
+        """Wait until the upload limit allows so many bytes more."""
         if self.upload_limit is None:
             return
         now = asyncio.get_running_loop().time()
@@ -57,35 +57,35 @@ class Traffic:
 class PeerStream:
     """A stream to or from one authenticated peer.
 
-    Every read has a deadline: a fixed one for a frame, and one derived from the measured pace of
-    this stream for payload. When it passes, `asyncio.TimeoutError` is raised, which is in `BROKEN`
+    Every read has a deadline: a fixed one for a frame, and for payload one derived from the
+    measured speed of this stream. After it `asyncio.TimeoutError` is raised, which is in `BROKEN`
     like any other broken connection.
     """
 
     def __init__(self, peer: str, reader: ByteReader, writer: ByteWriter, traffic: Traffic) -> None:
         self.peer = peer
         self._reader, self._writer, self._traffic = reader, writer, traffic
-        self.received = 0  # messages
-        self.instance = ""  # of the process at its other end, as it said
+        self.received = 0  # messages received
+        self.instance = ""  # of the process at the other end, by its own statement
         self._chunk_s = 0.0
         self._payload_in = self._frames_in = 0
 
     @property
     def payload_in(self) -> int:
-        """Bytes of payload that came."""
+        """Bytes of payload received."""
         return self._payload_in + self._arriving
 
     @property
-    def _arriving(self) -> int:  # of what is read once it is whole
+    def _arriving(self) -> int:  # bytes of an incomplete frame
         return self._reader.arriving if isinstance(self._reader, Sealed) else 0
 
     @property
     def bytes_in(self) -> int:
-        """Bytes that came: those of messages, and of payload."""
+        """Bytes received, of messages and payload."""
         return self._frames_in + self.payload_in
 
     def push(self, message: Message) -> int:
-        """Write one message without waiting for anything; returns its bytes."""
+        """Write one message without waiting; return its number of bytes."""
         frame = encode(message)
         assert len(frame) <= MAX_FRAME_BYTES, type(message)
         self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
@@ -93,18 +93,18 @@ class PeerStream:
         return _LENGTH_BYTES + len(frame)
 
     async def flush(self) -> None:
-        """Wait until little of what was written is left to be sent."""
+        """Wait until most written bytes are sent."""
         await self._writer.drain()
 
     async def send(self, message: Message) -> None:
-        """Write one message, and wait as `flush`."""
+        """Write one message, and `flush`."""
         self.push(message)
         await self.flush()
 
     async def receive(
         self, timeout_s: float | None = FRAME_TIMEOUT_S, limit: int = MAX_FRAME_BYTES
     ) -> Message:
-        """Read one message; `PayloadError` when it is invalid, or is longer than `limit` bytes."""
+        """Read one message; `PayloadError` if it is invalid, or longer than `limit` bytes."""
         try:
             header = await self._read(_LENGTH_BYTES, timeout_s)
         except TimeoutError:
@@ -133,7 +133,7 @@ class PeerStream:
         return b"".join(pieces)
 
     async def send_payload(self, payload: Tensor) -> None:
-        """Write a uint8 tensor, which must not be changed afterwards: it may still be read."""
+        """Write a uint8 tensor, which must not change afterwards: it may still be read."""
         await self._traffic.throttle(payload.numel())
         self._writer.write(payload.numpy().data)
         self._traffic.bytes_sent += payload.numel()
@@ -142,7 +142,7 @@ class PeerStream:
             await self._writer.drain()
 
     async def receive_payload(self, out: Tensor) -> None:
-        """Fill a uint8 tensor. As long as bytes come, the link may be as thin as it likes."""
+        """Fill a uint8 tensor. A slow link is no error as long as bytes arrive."""
         loop, view = asyncio.get_running_loop(), out.numpy().data
         begun_at = loop.time()
         while view:
@@ -170,15 +170,15 @@ class PeerStream:
         return len(piece)
 
     async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
-        """Tell the other side why its stream is not wanted."""
+        """Refuse the stream, with the reason for the other side."""
         await self.send(Refusal(reason[:2000]))
         await self.drained(discard)
 
     async def drained(self, discard: int = 0) -> None:
-        """Wait until the other side has read everything and ends the stream; up to `discard` bytes
-        of it are dropped.
+        """Wait until the other side has read everything and ends the stream; drop up to `discard`
+        bytes that it sends.
 
-        The daemon resets a stream whose sender closes first, and loses what is still under way.
+        The daemon resets a stream whose sender closes first, and loses bytes under way.
         """
         async with asyncio.timeout(FRAME_TIMEOUT_S):
             while leftover := await self._reader.read(min(discard + 1, _DISCARD_BYTES)):
@@ -195,7 +195,7 @@ class PeerStream:
 
 
 class Outgoing:
-    """Our side of the control stream to a peer. What is said is written at once.
+    """The outgoing control stream to a peer. Messages are written at once.
 
     Once `FLUSH_BYTES` are written the sender is `awake`, and waits until the peer has taken them,
     with a deadline.
@@ -212,7 +212,7 @@ class Outgoing:
             self.awake.set()
 
     def end(self) -> None:
-        """Nothing more is said."""
+        """End the stream; no message may follow."""
         self.over = True
         self.awake.set()
 
@@ -224,7 +224,7 @@ class Outgoing:
 
 @asynccontextmanager
 async def open_bulk(transport: Transport, peer: str, traffic: Traffic) -> AsyncIterator[PeerStream]:
-    """A bulk stream to a peer, which ends with the `async with` block."""
+    """Open a bulk stream to a peer for an `async with` block."""
     async with asyncio.timeout(OPEN_TIMEOUT_S):
         reader, writer = await transport.open(peer, BULK)
     stream = PeerStream(peer, reader, writer, traffic)

@@ -1,7 +1,7 @@
-"""The tasks of one node, and what they wait for: conditions, threads, and the locks of anchors.
+"""The tasks of one node, and the conditions, threads and anchor locks that they wait for.
 
-Whoever changes something that others may wait for calls `notify`, which wakes those tasks whose
-condition holds.
+After a change that other tasks may wait for, call `notify`, which wakes those tasks whose condition
+holds.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """What runs beside the coroutines that the training loop calls.
+    """Background tasks of a node, beside the coroutines that the training loop calls.
 
-    When a task of `spawn` fails, every `until` raises its error, now and later. After `close`
-    nothing can be started.
+    If a task of `spawn` fails, every `until` raises its error, now and later. After `close` no task
+    can be started.
     """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.closed = False
-        # dicts and not sets: their order does not depend on memory addresses
+        # a dict, because the order of sets depends on memory addresses
         self._running: dict[asyncio.Task[Any], None] = {}
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task for a caller that awaits it; `ConnectionError` when the node is closed."""
+        """Start a task that the caller awaits; `ConnectionError` if the node is closed."""
         if self.closed:
             work.close()
             raise ConnectionError("this node is closed")
@@ -43,19 +43,19 @@ class Tasks:
         return task
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something, whose failure is the node's; in a closed node it is dropped."""
+        """Run a coroutine whose error makes the node fail; a closed node drops it."""
         if self.closed:
             work.close()
         else:
             self.start(work).add_done_callback(self._fail_with)
 
     def fail(self, error: BaseException) -> None:
-        """Let every `until` raise this error, unless another one came first."""
+        """Let every `until` raise this error, unless there was an earlier one."""
         self.failure = self.failure or error
         self.notify()
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Cancel every task; returns the names of those that did not end in time."""
+        """Cancel every task; return the names of those that did not end in time."""
         self.closed = True
         self.notify()
         tasks = list(self._running)
@@ -69,7 +69,7 @@ class Tasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
         if not task.cancelled():
-            task.exception()  # retrieved: in a node that failed, nobody awaits its tasks any more
+            task.exception()  # retrieve it, as nobody awaits the tasks of a failed node
         self.notify()
 
     def _fail_with(self, task: asyncio.Task[Any]) -> None:
@@ -78,10 +78,10 @@ class Tasks:
             self.fail(error)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that any `notify` may have made true.
+        """Wait for a condition, which is checked after each `notify`.
 
-        Raises `ConnectionError` when the node is closed meanwhile, and the error of a task that
-        made the node fail.
+        Raises `ConnectionError` if the node is closed meanwhile, and the error of a task that made
+        the node fail.
         """
         while True:
             if self.failure is not None:
@@ -98,7 +98,7 @@ class Tasks:
                 self._waiting.pop(woken, None)
 
     def notify(self) -> None:
-        """Something has changed that a condition may depend on."""
+        """Check the conditions of all `until`, after a change that one may depend on."""
         for woken, condition in list(self._waiting.items()):
             if not woken.done() and (self.closed or self.failure is not None or _holds(condition)):
                 woken.set_result(None)
@@ -107,14 +107,14 @@ class Tasks:
 def _holds(condition: Callable[[], bool]) -> bool:
     try:
         return condition()
-    except Exception:  # evaluated again in the task that waits, which raises it
+    except Exception:  # the waiting task evaluates it again, and raises it
         return True
 
 
 class FragmentLock:
-    """For an anchor: any number of readers or one writer. A reader that comes while others read
-    waits for no writer: a donor serves newcomers while its own checkpoint is written, which reads
-    the anchor for minutes.
+    """Lock of an anchor: any number of readers or one writer. A new reader joins others that read,
+    even if a writer waits: so a donor serves newcomers while its own checkpoint is written, which
+    reads the anchor for minutes.
     """
 
     def __init__(self) -> None:
@@ -123,11 +123,11 @@ class FragmentLock:
         self._readers = 0
 
     def writing(self) -> asyncio.Lock:
-        """A context in which nobody else reads or writes."""
+        """Context in which nobody else reads or writes."""
         return self._lock
 
     async def start_reading(self) -> None:
-        """Wait for the writer. Nobody writes until as many `stop_reading` as calls of this."""
+        """Wait for the writer. Each call needs one `stop_reading` before anybody writes again."""
         # the first reader waits for the writer, and those after it for the first
         async with self._entrance:
             if self._readers == 0:
@@ -142,7 +142,7 @@ class FragmentLock:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """A context in which nobody writes."""
+        """Context in which nobody writes."""
         await self.start_reading()
         try:
             yield
@@ -165,5 +165,5 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([work])
         if not work.cancelled():
-            work.exception()  # retrieved, because nobody else will ask for it
+            work.exception()  # retrieve it, as nobody else does
         raise

@@ -65,7 +65,7 @@ def _number(peer: str) -> int:
 
 
 class ReadPosition:
-    """How far a peer has read its data; its next session reads it from a file beside the key.
+    """Position up to which a peer has read its data, in a file beside its key for the next session.
 
     Where the file is lost, or cannot be written, that session begins at the first row.
 
@@ -149,7 +149,7 @@ def _is_own(share: Share, item: object, number: int) -> bool:
 
 
 class _SharedStream(IterableDataset[Any]):
-    """This peer's share of a stream, which is read whole and passed on in part.
+    """This peer's share of a stream: it reads every item, and yields those that the peer owns.
 
     The first pass of a session skips the items that the last session has read.
     """

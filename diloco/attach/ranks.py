@@ -161,7 +161,7 @@ class RankGroup:
 
     @contextmanager
     def report_lost_rank(self) -> Iterator[None]:
-        """When another rank ends, rank 0 raises `UnsavedError`; the others end without a word."""
+        """Raise `UnsavedError` on rank 0 if another rank ends; the others exit silently."""
         try:
             yield
         except RuntimeError as error:

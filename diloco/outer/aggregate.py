@@ -1,4 +1,4 @@
-"""The author's half of a fragment: contributions in, the next update out, once for each version.
+"""The author's half of a fragment: merging contributions into the next update, once per version.
 
     contributions, encoded   -> judged   by norms and directions of all of them (`robust`)
                              -> averaged (`merging`)
@@ -6,8 +6,8 @@
     master - anchor          -> encoded: the update
 
 A contribution stays encoded from its arrival until the version closes. The update moves the anchor,
-momentum and window in `Replica.apply_update_`, on the author as on everybody else. What its
-encoding lost stays in master - anchor, for the updates after it.
+momentum and window in `Replica.apply_update_`, on the author as on every other peer. The encoding
+error of an update stays in master - anchor, and is part of later updates.
 
 Memory, in fp32 copies of the fragment: 1 for the master; 0.03 for the sketch of each contribution;
 with `outer.flatten` 1 more while a version is made.
@@ -65,9 +65,9 @@ class Aggregate:
 
     Args:
         anchor: (numel,) fp32, this peer's anchor of the fragment; read only.
-        rng: decides what of contributions is compared; nobody else may be able to foresee it.
+        rng: chooses the values of contributions to compare; must be unpredictable for others.
         shapes: of the parameters, by name; only `outer.flatten` needs them.
-        master: (numel,) fp32, what the anchor would be without the codec's loss; starts there.
+        master: (numel,) fp32, the anchor without the codec's error; starts as a copy of the anchor.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Aggregate:
         self.up, self.down = CODECS[settings.codec_up], CODECS[settings.codec_down]
         self.optimizer = OUTER_OPTIMIZERS[settings.optimizer](settings)
         self.master = anchor.clone() if master is None else master
-        self.norms: deque[float] = deque(maxlen=robust.MEMORY)  # recent ones, as merged
+        self.norms: deque[float] = deque(maxlen=robust.MEMORY)  # recent ones, after clipping
         self._payloads = Layout(self.up, fragment.numel)
         self._updates = Layout(self.down, fragment.numel)
         self._pieces = [directional_pieces(fragment, *chunk) for chunk in self._payloads.ranges]
@@ -132,7 +132,7 @@ class Aggregate:
         state: OuterState,
         own: int | None,
     ) -> robust.Judgement:
-        """Judge each contribution; remembers the norms of those that count."""
+        """Judge each contribution; keep the norms of those that count."""
         factor, momentum = self.settings.clip_factor, state.momentum
         norms, weights = (
             [contribution.norm for contribution in contributions],
@@ -146,7 +146,7 @@ class Aggregate:
             references = [] if own is None else [comparison.cosines[own]]
             if momentum.any():
                 references.append(comparison.cosines_with(momentum))
-            # The momentum of another optimizer may be far shorter than what it is made of.
+            # The momentum of a non-linear optimizer may be far shorter than contributions.
             expected = robust.usual(self.norms, momentum if self.optimizer.can_follow else None)
             judged = robust.clip_few(
                 norms, weights, expected, references, comparison.numel, factor, own
@@ -158,8 +158,8 @@ class Aggregate:
     def _step_(
         self, counted: Sequence[Sequence[Part]], step: OuterStep, state: OuterState
     ) -> Tensor:
-        """Move the master by the average of what counts, and encode what it is ahead of the anchor,
-        chunk by chunk."""
+        """Move the master by the average of the contributions that count, and encode
+        master - anchor, chunk by chunk."""
         transition, update = self.optimizer.transition(step), empty_payload(self._updates.nbytes)
         flattened = self._flattened(counted) if self._matrices else None
         parts = self._updates.split(update)
@@ -182,7 +182,7 @@ class Aggregate:
         self._rule.merge(out, [parts[chunk] for parts in counted], self._pieces[chunk])
 
     def _flattened(self, counted: Sequence[Sequence[Part]]) -> Tensor:
-        """The average of the whole fragment, because a matrix may lie in several chunks."""
+        """Return the flattened average of the whole fragment: a matrix may span several chunks."""
         whole = torch.empty(self.fragment.numel, dtype=torch.float32)
         ranges = self._payloads.ranges
 

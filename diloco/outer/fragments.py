@@ -28,7 +28,7 @@ from diloco.errors import ConfigError
 BLOCK = 4096  # elements that share one scale in the block codecs
 CHUNK = 64 * BLOCK  # elements handled at a time: 1 MiB of fp32
 
-# copies the second tensor to the first, now or in a stream of a device
+# copies from the second tensor to the first, at once or in a stream of a device
 Copy = Callable[[Tensor, Tensor], object]
 
 

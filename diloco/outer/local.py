@@ -1,17 +1,17 @@
-"""The local parameters of a peer, as a replica reads and writes them: by ranges of fragments.
+"""Access of a replica to the local parameters of a peer, by ranges of fragments.
 
 `Local` has whole tensors of this process; `attach.ranks` has rows of them. On the CPU parameters
 are read and written where they are. On an accelerator, copies run while it computes and this
 process encodes:
 
-    training stream   work of the training loop; here, clones of parameters, and writes to them, in
-                      between
+    training stream   work of the training loop; this module adds clones of parameters, and writes
+                      to them
     side stream       reads, which do not wait for what the training loop has queued after them
 
 A copy runs beside other work only from or to pinned (page-locked) memory. So values go through
 *staging buffers* of one chunk, two in turn: one is copied while the other is filled or read.
 
-Whoever puts a copy into a stream goes on before it is done. These waits make it safe:
+A copy is queued in a stream, and the caller continues before it is done. These waits make it safe:
 
 1. The side stream waits for an event of the training stream before it reads, so that it finds the
    parameters as the last inner step left them.
@@ -37,32 +37,32 @@ from diloco.outer.fragments import CHUNK, Fragment, Slice, gather_, gathered, re
 from diloco.outer.payloads import buffer
 
 _STREAMS = ("cuda", "xpu")  # devices that have streams
-IN_TURN = 2  # staging buffers
+IN_TURN = 2  # staging buffers, used in turn
 
 
 class CopyStream:
-    """Work for an accelerator, done in order, some time after it was put here; `stream` is asked at
+    """Queue of copies of an accelerator, done in order and asynchronously; `stream` is called at
     each use."""
 
     def __init__(self, device: torch.device, stream: Callable[[], torch.Stream]) -> None:
         self._device, self._stream = device, stream
-        # what was current before is kept in the stream's object, for one thread only
+        # entering a torch stream saves the previous one in the object, which is not thread-safe
         self._entering = threading.Lock()
 
     def copy_(self, to: Tensor, source: Tensor) -> None:
-        """Put a copy here, between any devices and dtypes; neither tensor may change until then."""
+        """Queue a copy between any devices and dtypes; neither tensor may change before its end."""
         with self._entering, self._stream():
             to.copy_(source, non_blocking=True)
 
     def record(self) -> torch.Event:
-        """The place after all that is here now; to `synchronize` with it waits for that."""
-        # sleeps while it waits, as the training loop needs the core
+        """Record an event after all queued work; its `synchronize` waits for that work."""
+        # blocking: sleep while waiting, as the training loop needs the CPU core
         event = torch.Event(self._device, blocking=True)
         event.record(self._stream())
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """Let what is put here from now on come after that place of another stream."""
+        """Let work queued from now on wait for an event of another stream."""
         self._stream().wait_event(event)
 
 
@@ -92,7 +92,7 @@ class Staging:
         empty: makes a vector of that many elements on the device, of a dtype.
         pinned: makes a staging buffer, (CHUNK,) fp32.
 
-    What the device fails with is raised by the next call of any method.
+    An error of the device is raised by the next call of any method.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Staging:
     ) -> None:
         self.training, self.side = training, side
         self.empty, self._pinned = empty, pinned
-        # each with the copy that still reads it, if any
+        # each with the event of the copy that still reads it, if any
         self._free: deque[tuple[Tensor, torch.Event | None]] = deque()
         self._lock = threading.Lock()
 
@@ -114,10 +114,10 @@ class Staging:
         gather: Callable[[Tensor, int], object],
         after: torch.Event,
     ) -> Iterator[Tensor]:
-        """Yield a buffer for each range [start, stop) of at most CHUNK elements, in which its
-        values are until the next one is asked for.
+        """Yield a buffer with the values of each range [start, stop) of at most CHUNK elements; it
+        is valid until the next one is requested.
 
-        `gather(out, start)` puts copies of them into the side stream, behind `after`.
+        `gather(out, start)` queues their copies in the side stream, after the event `after`.
         """
 
         def begin(start: int, stop: int) -> tuple[Tensor, Tensor, torch.Event]:
@@ -169,8 +169,8 @@ _training: dict[torch.device, torch.Stream] = {}
 
 
 def train_on_current_stream(device: torch.device) -> None:
-    """The training stream of this device is the one that is current in this thread: of those of
-    other threads a training loop knows nothing."""
+    """Make the current stream of this thread the training stream of the device: each thread has a
+    current stream of its own."""
     if device.type in _STREAMS:
         stream = torch.accelerator.current_stream(device)
         _training[stream.device] = stream
@@ -178,7 +178,7 @@ def train_on_current_stream(device: torch.device) -> None:
 
 @cache
 def staging_of(device: torch.device) -> Staging | None:
-    """The staging of a device; None where tensors lie in main memory, or have no values."""
+    """Return the staging of a device; None for main memory and the meta device."""
     if device.type != "mps" and device.type not in _STREAMS:
         return None
 
@@ -186,7 +186,7 @@ def staging_of(device: torch.device) -> Staging | None:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def pinned() -> Tensor:
-        # memory allocated in inference mode can never be written outside of it
+        # memory allocated in inference mode cannot be written outside of it
         with torch.inference_mode(False):
             pin = device.type != "mps"
             return torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=pin)
@@ -203,7 +203,7 @@ class Local:
     """Parameters (`tensors`) by name, of any dtype, device and layout; they may get another one
     between two calls."""
 
-    is_whole = True  # whether nobody else is needed to read them
+    is_whole = True  # True if reading needs no other process
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Local:
     ) -> None:
         self.tensors = dict(tensors)
         self._staging_of = staging_of
-        # when values are there that are still being copied; None: as the training stream has them
+        # event after which the values are there; None: wait for the training stream
         self._ready = ready
 
     @property
@@ -221,7 +221,7 @@ class Local:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def of_process(self, name: str) -> Tensor:
-        """The part of a parameter that this process has."""
+        """Return this process's part of a parameter."""
         return self.tensors[name]
 
     def gather_(self, out: Tensor, fragment: Fragment, start: int) -> None:
@@ -234,9 +234,9 @@ class Local:
         """Yield [start, stop) of the fragment for each range in turn, as (stop - start,) fp32 on
         the CPU.
 
-        Each is to be read before the next one is asked for, and before the parameters change. It
-        may be a view of a parameter, or this thread's buffer "chunk". Ranges ascend; none is longer
-        than CHUNK.
+        Read each before the next one is requested, and before the parameters change: it may be a
+        view of a parameter, or this thread's buffer "chunk". Ranges ascend; none is longer than
+        CHUNK.
         """
         staging = self._staging(fragment, ranges[0][0], ranges[-1][1]) if self.is_whole else None
         if staging is None:
@@ -274,7 +274,7 @@ class Local:
         return Source(local, Fragment(fragment.index, pieces, fragment.numel))
 
     def scatter_(self, fragment: Fragment, start: int, values: Tensor) -> None:
-        """As `fragments.scatter_`; later work of the training stream finds the values."""
+        """As `fragments.scatter_`; later work of the training stream sees the values."""
         staging = self._staging(fragment, start, start + values.numel())
         if staging is None:
             return scatter_(self.tensors, fragment, start, values)
@@ -282,7 +282,7 @@ class Local:
             scatter_(self.tensors, fragment, start, staged, staging.training.copy_)
 
     def _staging(self, fragment: Fragment, start: int, stop: int) -> Staging | None:
-        """The staging of the one device that has this range; None for the CPU, or several."""
+        """Return the staging of the device that holds this range; None for the CPU, or several."""
         names = {piece.name for _, piece in fragment.locate(start, stop)}
         first, *others = {self.tensors[name].device for name in names}
         return None if others else self._staging_of(first)

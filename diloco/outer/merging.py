@@ -1,7 +1,7 @@
-"""Merge contributions to one pseudo-gradient: merge rules (`outer.merge`), chunk
-by chunk, and what evens out the merged matrices (`outer.flatten`).
+"""Merging contributions to one pseudo-gradient: merge rules (`outer.merge`), chunk by chunk, and
+flattening of the merged matrices' singular values (`outer.flatten`).
 
-What each contribution counts is decided in `robust`.
+The weight of each contribution is decided in `robust`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from diloco.outer.payloads import Codec, buffer
 
 SMALLEST_NORM = 2.0**-126
 """Smaller norms are subnormal in fp32; hardware that flushes them to zero would divide by zero."""
-CANCELLED = 2.0**-20  # a sum of directions shorter than this part of its weight is rounding errors
-SMALLEST_SINGULAR = 1e-6  # of the largest; singular values below it are rounding errors
+CANCELLED = 2.0**-20  # relative to the weight: a shorter sum of directions is rounding error
+SMALLEST_SINGULAR = 1e-6  # relative to the largest: smaller singular values are rounding error
 
 Piece = tuple[int, int]
 """A half-open range of a chunk: the part of a tensor that lies in it."""
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     scale: float = 1.0
 
     def values(self, numel: int) -> Tensor:
-        """Its (numel,) fp32 values, in memory that the next call may overwrite: clone to keep."""
+        """Values (numel,) fp32, in memory that the next call may overwrite: clone to keep."""
         values = self.codec.values(self.payload, numel)
         if self.scale == 1.0:
             return values

@@ -1,4 +1,4 @@
-"""The base of all codecs: their interface, what they refuse, and the working memory of a thread."""
+"""The base of all codecs: their interface, checks of values, and the working memory of a thread."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Codec(ABC):
         acc.add_(values, alpha=weight)
 
     def encode_update(self, master: Tensor, anchor: Tensor, out: Tensor) -> None:
-        """Write the update that moves `anchor` to `master`, as far as the codec can express it."""
+        """Write the update that moves `anchor` to `master`, up to the codec's error."""
         if not self.carries_values:
             displacement = buffer("displacement", torch.float32, master.numel())
             master = torch.sub(master, anchor, out=displacement)
@@ -191,7 +191,7 @@ def exponents_of(rows: Tensor, name: str, round_up_from: float) -> Integers:
     From a mantissa of `round_up_from` on, a multiple of 2**-23 in (1, 2], it is one more. A row of
     zeros or subnormals gives -127. Raises DivergedError if a value is not finite or too large.
     """
-    # quicker than abs and one maximum
+    # faster than `abs` and one maximum
     magnitudes = np.maximum(rows.amax(1).numpy(), -rows.amin(1).numpy())
     refuse_diverged(torch.from_numpy(magnitudes), name, LIMIT)
     bits: Integers = magnitudes.view(np.int32) + int((2 - round_up_from) * 2**23)
@@ -252,8 +252,8 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     pool, begun = ThreadPoolExecutor(threads, "chunks"), threading.Barrier(threads)
 
     def begin() -> None:
-        torch.get_num_threads()  # a thread takes over the common number at its first call
-        torch.set_num_threads(1)  # of this thread, and the common one until it is restored
+        torch.get_num_threads()  # a new thread copies the process's number at its first call
+        torch.set_num_threads(1)  # also sets the process's number, which is restored below
         begun.wait()
 
     wait([pool.submit(begin) for _ in range(threads)])
@@ -262,7 +262,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 class _Buffers(threading.local):
-    """Working memory of one thread, and views of it: to make one takes as long as an operation on
+    """Working memory of one thread, and views of it: making a view takes as long as an operation on
     10,000 elements."""
 
     def __init__(self) -> None:
@@ -277,8 +277,7 @@ def buffer(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
     """This thread's buffer of that name and dtype in that shape, as it was last written; at most
     CHUNK elements.
 
-    A new tensor of a chunk's size would take ten times as long as a pass over it: the system maps
-    its pages anew.
+    Allocating a chunk would take ten times as long as a pass over it, as the system maps new pages.
     """
     view = _buffers.views.get((name, dtype, shape))
     if view is None:

@@ -76,14 +76,14 @@ class Replica:
         self.residuals: dict[int, Tensor] = {}  # what codec_up lost, with error feedback
         self.payloads = [Layout(self.up, fragment.numel) for fragment in self.fragments]
         self.updates = [Layout(self.down, fragment.numel) for fragment in self.fragments]
-        # what local parameters started from, where it is not the anchor
+        # by fragment: base of the local parameters, if it is not the anchor
         self._bases: dict[int, Tensor] = {}
-        self._copies: dict[int, Source] = {}  # of local parameters as they are to be captured
+        self._copies: dict[int, Source] = {}  # by fragment: copy of local parameters to capture
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for start, stop in chunks(fragment.numel):
                 self.local.gather_(anchor[start:stop], fragment, start)
 
-    # -- what this peer sends ----------------------------------------------------------------------
+    # -- pseudo-gradients --------------------------------------------------------------------------
 
     def copy_local(self, fragment: int) -> bool:
         """Copy the fragment's local parameters on their device, for the next `capture`; training
@@ -104,9 +104,9 @@ class Replica:
 
     @torch.no_grad()
     def capture(self, fragment: int) -> Tensor:
-        """The payload (uint8) of the whole pseudo-gradient. Raises `DivergedError`.
+        """Encode the whole pseudo-gradient to a payload (uint8). Raises `DivergedError`.
 
-        After `copy_local` it is that of then, bit for bit, and training goes on meanwhile.
+        After `copy_local` it is that of the copy, bit for bit, and training may continue meanwhile.
 
         With error feedback the residual, which is what the codec loses, is added to the next
         pseudo-gradient before it is encoded: e = beta e + delta - sent (SparseLoCo, arXiv
@@ -129,7 +129,7 @@ class Replica:
                     self.up.accumulate_(delta, piece, -1.0)
                     residual[start:stop].copy_(delta)
 
-        # copies from a device, and messages between ranks, go one after another
+        # copies from a device, and messages between ranks, must not run in parallel
         is_here = self.local.is_whole and not self.local.can_copy(self.fragments[fragment])
         try:
             over_chunks(encode, [[piece] for piece in pieces] if is_here else [pieces])
@@ -138,17 +138,17 @@ class Replica:
         return payload
 
     def _deltas(self, index: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """These ranges of the pseudo-gradient, fp32, each in this thread's buffer."""
+        """Yield these ranges of the pseudo-gradient, fp32, each in this thread's buffer."""
         local, fragment = self._copies.get(index) or Source(self.local, self.fragments[index])
         for (start, stop), own in zip(ranges, local.read(fragment, ranges), strict=True):
             rounded = buffer("base", torch.float32, stop - start)
-            # it may move between two chunks
+            # look the base up again: `keep_base` may replace it between two chunks
             base = self._bases.get(index, self.anchors[index])[start:stop]
             base = as_loaded(rounded, base, fragment, start, local.tensors)
             yield torch.sub(base, own, out=buffer("chunk", torch.float32, stop - start))
 
     def keep_base(self, fragment: int) -> None:
-        """Copy the anchor before it moves, from which local parameters started."""
+        """Before an anchor moves, copy it as the base of the local parameters."""
         if fragment not in self._bases:
             self._bases[fragment] = self.anchors[fragment].clone()
 
@@ -163,12 +163,12 @@ class Replica:
 
         return math.hypot(*over_chunks(norm, self.payloads[fragment].split(payload)))
 
-    # -- what this peer adopts ---------------------------------------------------------------------
+    # -- updates and anchors -----------------------------------------------------------------------
 
     @torch.no_grad()
     def foresee(self, fragment: int, update: Tensor) -> tuple[float, tuple[str, ...]]:
-        """Distance (L2) by which a whole update (uint8) would move the anchor, and the digests of
-        its parts after that; nothing is changed. `PayloadError` if it is invalid.
+        """Return the L2 distance by which a whole update (uint8) would move the anchor, and the
+        digests of its parts afterwards; changes nothing. `PayloadError` if it is invalid.
         """
         anchor, pieces = self.anchors[fragment], self.updates[fragment].split(update)
 
@@ -204,7 +204,7 @@ class Replica:
 
     @torch.no_grad()
     def load_local_(self, fragments: Sequence[int] | None = None, mixing: float = 0.0) -> None:
-        """Local parameters become the anchors (of these fragments; all by default).
+        """Load the anchors of these fragments (default: all) into the local parameters.
 
         With `mixing` they keep that part of themselves: local = (1 - a) anchor + a local (Streaming
         DiLoCo, arXiv 2501.18512, Algorithm 2).
@@ -222,7 +222,7 @@ class Replica:
                 self.local.scatter_(fragment, start, mixed)
 
     def show_anchor_(self, fragment: int) -> None:
-        """Local parameters become the anchor for a while; the base of the next capture stays."""
+        """Show the anchor in the local parameters for a while; the next capture's base stays."""
         for start, stop in self.payloads[fragment].ranges:
             self.local.scatter_(self.fragments[fragment], start, self.anchors[fragment][start:stop])
 
@@ -230,11 +230,11 @@ class Replica:
         """Digest of the fragment's anchor (hex)."""
         return digest_of(self.anchors[fragment])
 
-    # -- what an author keeps, and who may inherit -------------------------------------------------
+    # -- state of authors and heirs ----------------------------------------------------------------
 
     @property
     def can_follow(self) -> bool:
-        """True if an heir has anything to know, and can compute it from the updates."""
+        """True if there is outer state, and an heir can compute it from the updates."""
         return self.optimizer.can_follow and (self.settings.momentum > 0 or self.settings.windowed)
 
     def follow(self, fragments: Collection[int]) -> None:
@@ -259,7 +259,7 @@ class Replica:
         self.aggregates.pop(fragment, None)
 
     def plan(self, rounds: int | None) -> None:
-        """The outer momentum rises over so many rounds."""
+        """Let the outer momentum rise over so many rounds."""
         self.settings = self.settings.model_copy(update={"rounds": rounds})
         aggregates = self.aggregates.values()
         for optimizer in (self.optimizer, *(aggregate.optimizer for aggregate in aggregates)):

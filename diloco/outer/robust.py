@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from diloco.outer.payloads import Codec, Layout, norm_of, over_chunks
 
-MIN_JUDGED = 4  # Fewer contributions to a version, or fewer norms seen before, have no majority.
+MIN_JUDGED = 4  # with fewer contributions, or earlier norms, there is no majority
 OPPOSED_COSINE = -0.1
 """Least cosine with the mean of the others that is tolerated. Honest pseudo-gradients of one round
 agree: all cosines measured over the presets are positive."""
@@ -36,7 +36,7 @@ ALIKE_COSINE = 0.9995
 every codec, .99999 where sums are taken in another order; different data at most .93 in the quick
 start, .96 in the experiments, each in a first version, and .9988 with batches of 256 and 4 steps of
 SGD. (Over 300 steps the order of sums comes to .988.)"""
-ALIKE_VALUES = 1024  # Fewer are a toy, whose different data may well say the same.
+ALIKE_VALUES = 1024  # smaller toy models may get equal gradients from different data
 RISE = 4 / 3
 """Extra tolerance for norms of earlier rounds: while the learning rate warms up, norms rise up to
 threefold from one round to the next."""
@@ -150,11 +150,10 @@ def opposed(gram: Tensor, numel: int) -> tuple[int, ...]:
 
 
 def usual(norms: Sequence[float], momentum: Tensor | None) -> float:
-    """The norm that a contribution may be expected to have: the median of those before; 0 if
-    nothing says it.
+    """Expected norm of a contribution: the median of earlier ones; 0 if unknown.
 
-    Until an author knows `MIN_JUDGED`, the norm of the momentum takes its place, which is longer
-    where it sums means.
+    Before an author knows `MIN_JUDGED` norms, it is the norm of the momentum, which is longer, as
+    the momentum sums means.
     """
     if len(norms) >= MIN_JUDGED:
         return statistics.median_low(norms)
@@ -176,12 +175,12 @@ class Sketches:
 
     def __init__(self, up: Codec, layout: Layout, rng: random.Random) -> None:
         self._up, self._layout = up, layout
-        self.taken: list[range] = []  # of each chunk, in the whole fragment
+        self.taken: list[range] = []  # by chunk: indices of the sketched values in the fragment
         for start, stop in layout.ranges:
             distance = max(1, (stop - start) // SKETCH - 1 | 1)
             self.taken.append(range(start + rng.randrange(distance), stop, distance))
         self._ends = list(accumulate(map(len, self.taken)))
-        self._kept = WeakTensorKeyDictionary()  # by contribution
+        self._kept = WeakTensorKeyDictionary()  # sketches by payload
 
     def add(self, payload: Tensor) -> float:
         """L2 norm of a whole contribution (uint8), whose sketch is kept for as long as the tensor.
@@ -193,7 +192,7 @@ class Sketches:
             (part, (start, stop)), taken, end = parts[chunk], self.taken[chunk], self._ends[chunk]
             values, norm = self._up.measured(part, stop - start)
             values = values[taken.start - start :: taken.step]
-            # as long as the chunk
+            # scale the sketch to about the norm of the chunk
             torch.mul(values, math.sqrt(taken.step), out=sketch[end - len(taken) : end])
             return norm
 
@@ -202,7 +201,7 @@ class Sketches:
         return norm
 
     def compare(self, payloads: Sequence[Tensor]) -> Comparison:
-        """Compare whole contributions; one that arrived before this version is sketched now."""
+        """Compare whole contributions; those that arrived before this version are sketched now."""
         for payload in payloads:
             if payload not in self._kept:
                 self.add(payload)
@@ -222,7 +221,7 @@ class Comparison:
 
     def __init__(self, sketches: Tensor, taken: Sequence[range]) -> None:
         self._sketches, self._taken, self.numel = sketches, taken, sketches.shape[1]
-        # keeps squares finite
+        # normalise magnitudes, to keep squares finite
         self._sketches /= self._sketches.abs().amax(1, keepdim=True).clamp_min(1e-30)
         gram = (self._sketches @ self._sketches.T).double()
         lengths = gram.diagonal().clamp_min(1e-30).sqrt()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -171,15 +172,16 @@ class Replica:
         digests of its parts afterwards; changes nothing. `PayloadError` if it is invalid.
         """
         anchor, pieces = self.anchors[fragment], self.updates[fragment].split(update)
+        starts = [start for _, (start, _) in pieces]
 
         def foresee_part(part: tuple[int, int]) -> tuple[float, str]:
+            first, last = (bisect_left(starts, end) for end in part)
             norms, hasher = [], blake3()
-            for piece, (start, stop) in pieces:
-                if part[0] <= start < part[1]:
-                    after = self.down.updated(anchor[start:stop], piece)
-                    moved = buffer("moved", torch.float32, stop - start)
-                    norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
-                    hasher.update(after.numpy().data.cast("B"))
+            for piece, (start, stop) in pieces[first:last]:
+                after = self.down.updated(anchor[start:stop], piece)
+                moved = buffer("moved", torch.float32, stop - start)
+                norms.append(norm_of(torch.sub(after, anchor[start:stop], out=moved)))
+                hasher.update(after.numpy().data.cast("B"))
             return math.hypot(*norms), hasher.hexdigest()
 
         norms, digests = zip(*over_chunks(foresee_part, part_ranges(anchor.numel())), strict=True)

@@ -52,7 +52,8 @@ def fetch(core: Facts, f: FragmentState) -> None:
     # who failed is asked only when nobody else tells one
     if good := told.keys() - f.inbox.retry_at.keys():
         told = {peer: told[peer] for peer in good}
-        if any(f.inbox.asked(donor) for donor in f.inbox.retry_at):
+        fetching = f.inbox.fetch
+        if fetching and fetching.goal is None and fetching.donor in f.inbox.retry_at:
             f.inbox.fetch = None
     told = {peer: key for peer, key in told.items() if f.inbox.retry_at.get(peer, 0.0) <= now}
     if f.inbox.moving or f.inbox.received:

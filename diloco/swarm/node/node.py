@@ -301,7 +301,6 @@ class Node:
         """Inner steps since the outer step that training started from, inner steps per cycle, and
         tokens in no contribution yet.
         """
-        facts = self.core.facts
         facts, loop = self.core.facts, self.core.facts.loop
         if self._warm_steps is not None:
             return self._warm_steps, loop.cycle, facts.control.learned.tokens

@@ -36,6 +36,14 @@ def run_fails(tmp_path: Path, code: int, said: str) -> None:
     assert raised.value.exit_code == code
 
 
+def all_have_ended(started: list[Any]) -> None:
+    """No peer outlives a run that fails."""
+    assert len(started) == 3 and all(process.poll() is not None for process in started)
+    for process in started:
+        process.stdin.close()
+        process.stdout.close()
+
+
 @pytest.mark.parametrize(("ends", "code", "said"), ENDS, ids=NAMES)
 def test_a_peer_that_ends_before_any_trains_is_named_at_once(
     ends: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -56,10 +64,7 @@ def test_a_peer_that_ends_before_any_trains_is_named_at_once(
     monkeypatch.setattr(local, "_peer", peer)
     monkeypatch.setattr(subprocess, "Popen", Kept)
     run_fails(tmp_path, code, said)
-    assert len(started) == 3 and all(process.poll() is not None for process in started)
-    for process in started:
-        process.stdin.close()
-        process.stdout.close()
+    all_have_ended(started)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="peers are forked on Linux")
@@ -84,10 +89,7 @@ def test_a_forked_peer_ends_as_one_that_was_started(
     monkeypatch.setattr(forked, "fork", kept)
     monkeypatch.setattr(train, "peer", peer)
     run_fails(tmp_path, code, said)
-    assert len(started) == 3 and all(process.poll() is not None for process in started)
-    for process in started:
-        process.stdin.close()
-        process.stdout.close()
+    all_have_ended(started)
 
 
 def forked_once(

@@ -54,7 +54,10 @@ def _newer(
     since = core.now - max(core.settings.deadline_s, pace.round_s(core, f))
     served = (name for name, at in f.outbox.served_at.items() if at > since and name != asked)
     others = [f.outbox.serving.get(name, "") for name in served]
-    if head.key <= have or others.count(head.id) >= core.settings.fanout:
+    kept = f.outbox.kept(core.now)  # a newcomer is given this one, also when the tip has moved
+    busy = others.count(head.id)
+    busy += others.count(kept.head.id) if kept and kept.head is not head else 0
+    if head.key <= have or busy >= core.settings.fanout:
         return None  # it is no news, or to be had elsewhere
     f.outbox.serving[asked] = head.id
     f.outbox.served_at[asked] = core.now
@@ -66,7 +69,6 @@ def _newer(
         prev = chain[-1].head.id
     if chain and prev == tip.head.id:
         return events.Records(tuple(chain))
-    kept = f.outbox.kept(core.now)
     if kept is None or kept.key <= have:
         _pin(core, f, tip)
     else:

@@ -14,6 +14,7 @@ from diloco.core import events
 from diloco.core.history import blank
 from diloco.core.members import score
 from diloco.core.settings import ProtocolSettings
+from diloco.messages import bulk
 from diloco.messages.control import Status
 from diloco.messages.heads import Head
 from tests.support.fake_tensors import PARTS, Saved, hexed
@@ -361,6 +362,23 @@ def test_uplink() -> None:
     swarm = Counted(peers="abcdefghijklmnop")
     swarm.goes_on(20.0, seconds=40.0)
     assert max(map(served.count, set(served))) <= BARRIER.fanout
+
+
+def test_uplink_of_newcomers() -> None:
+    """The first part of an anchor has places as a record has, also when the tip moves meanwhile."""
+    settings = replace(BARRIER, fanout=1)
+    swarm = Scene(settings)
+    donor = swarm.author()
+    given: list[events.Action] = []
+    nothing = blank(0).head.key
+    for newcomer in ("e", "f"):
+        donor.facts.control.outbox.records.clear()
+        asked = events.Asked(newcomer, bulk.Get(0, nothing))
+        given += donor.core.receive(asked, swarm.now)
+        newer = replace_field(donor.tip().head, number=donor.tip().head.number + 1)
+        donor.facts.control.tip = replace(donor.tip(), head=newer)
+    replies = [action.answer for action in given if isinstance(action, events.Reply)]
+    assert isinstance(replies[0], events.AnchorPart) and replies[1] is None
 
 
 def test_meeting_of_nearly_equal_sides() -> None:

@@ -86,6 +86,14 @@ class Program:
         self._needed = 1  # peers that have to be there before the first inner step
         self._met = False  # True once another peer was there
 
+    def __str__(self) -> str:
+        """Name the run, and what this peer has of it."""
+        sync, run = self._sync, f"run_id={self.peer.run_id!r}"
+        if sync is None or sync.node is None:
+            return f"{run}, {'nothing' if sync is None else 'a model'} attached, not joined"
+        left = ", left" if sync.node.closed else ""
+        return f"{run}, peers={sync.node.num_peers}, round={sync.version}{left}"
+
     def set_trainer(self, active: ActivePeers | None, remedy: str, signals: Sequence[int]) -> None:
         """Leave the end to a trainer, which reads `interrupted` and handles these `signals` itself.
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from diloco.attach.optimizer import kind_of, parts_of
 from diloco.errors import ConfigError
@@ -29,6 +30,7 @@ MOST_TOO_FAR = 8  # optimizer steps in a row at which the lead of a schedule may
 # code of the function that calls the step hooks
 _STEP = torch.optim.Optimizer.profile_hook_step(print).__code__
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+_refusing: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def swarm_steps(sync: Any, sync_every: int) -> int:
@@ -142,10 +144,18 @@ def _forward_(scheduler: Any, position: int) -> None:
 
 
 class NotEntered:
-    """Raises `ConfigError` for optimizer steps, which are lost, until the attachment is entered."""
+    """Raises `ConfigError` for optimizer steps, which are lost, until the attachment is entered.
+
+    A later one of the same optimizer takes its place.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._hooks = [part.register_step_pre_hook(self._refuse) for part in parts_of(optimizer)]
+        self._hooks = []
+        for part in parts_of(optimizer):
+            if part in _refusing:
+                _refusing[part].remove()
+            _refusing[part] = part.register_step_pre_hook(self._refuse)
+            self._hooks.append(_refusing[part])
 
     def _refuse(self, *_: object) -> None:
         raise ConfigError(

@@ -134,6 +134,9 @@ class Swarm:
             swarm._peer.use_files(config)
         return swarm
 
+    def __repr__(self) -> str:
+        return f"Swarm({self._program})"
+
     def open(self) -> Swarm:
         """Enter without a `with` block; `close` ends it."""
         return self.__enter__()
@@ -268,8 +271,7 @@ class Swarm:
     def _load(self, checkpoints: LoopCheckpoints, schedulers: Schedulers) -> PeerState | None:
         """Load the newest checkpoint, if there is one."""
         self._peer.put_key_into(checkpoints.directory)
-        restored = checkpoints.load(schedulers)
-        if restored is None:
+        if (restored := checkpoints.load(schedulers)) is None:
             return None
         state, self.state = restored
         self._saved_version = state.saved.steps
@@ -284,10 +286,8 @@ class Swarm:
         are good then.
         """
         if self._checkpoints is None or self.attachment is None:
-            raise ConfigError(
-                "Swarm.save: no place for checkpoints; name a directory with"
-                " attach(checkpoints=...)"
-            )
+            remedy = "name a directory with attach(checkpoints=...)"
+            raise ConfigError(f"Swarm.save: no place for checkpoints; {remedy}")
         saved = self._checkpoints.save(self.attachment, self.run, state)
         self.state, self._saved_version = state, self.attachment.version
         self._note()

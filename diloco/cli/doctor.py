@@ -22,11 +22,11 @@ from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.text import one_line
 
 if TYPE_CHECKING:
-    from diloco.cli.volunteer import PeerDirectory
     from diloco.config import Config
     from diloco.config.address import Address
     from diloco.swarm.client.ask import SwarmInfo
     from diloco.swarm.wire.gate import Gate
+    from diloco.volunteer.peer import PeerDirectory
 
 CHECKPOINT_BYTES = 20  # per parameter: anchor, AdamW's two moments, master and momentum
 GIB = 2**30
@@ -65,7 +65,7 @@ def run_checks(
     from rich.console import Console
     from rich.text import Text
 
-    from diloco.cli.volunteer import lock_peer_directory
+    from diloco.volunteer.peer import lock_peer_directory
 
     console, checks = Console(), list[Check]()
     logging.basicConfig(level=logging.ERROR, format="diloco: %(message)s")
@@ -178,8 +178,8 @@ class Doctor:
         return "warning" if silent else "ok", text
 
     def _manifest(self, info: SwarmInfo) -> tuple[str, ...]:
-        from diloco.cli.volunteer import volunteer_config
         from diloco.swarm.client.ask import parse_manifest
+        from diloco.volunteer.peer import volunteer_config
 
         manifest = parse_manifest(info.manifest_text)
         task = f"{manifest.model.name} on {manifest.data.source}"
@@ -200,8 +200,8 @@ class Doctor:
         return ("ok", text) if check_clock(info) is None else ("warning", text, "let NTP set it")
 
     def _memory(self) -> tuple[str, ...]:
-        from diloco.cli.volunteer import fit_to_machine
         from diloco.train.machine import inspect_machine, step_seconds
+        from diloco.volunteer.peer import fit_to_machine
 
         config = self.config
         machine = inspect_machine(config.train.device, config.train.threads)

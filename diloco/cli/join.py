@@ -128,11 +128,11 @@ def _prepare(
 ) -> Config:
     """Check swarm, run and machine, and ask the user, before anything large is fetched."""
     view.stage("connect", "loading libraries")
-    from diloco.cli import volunteer
     from diloco.swarm.client.ask import check_clock, parse_manifest
     from diloco.swarm.wire.gate import observer_gate
     from diloco.train.machine import inspect_machine
     from diloco.train.start_files import base_bytes, fetch_start_files
+    from diloco.volunteer import peer as volunteer
 
     directory = stack.enter_context(volunteer.lock_peer_directory(config.swarm.identity_path))
     imports = threading.Thread(target=_import_the_rest, daemon=True)
@@ -245,9 +245,9 @@ def _terms(
 
 def _find(config: Config, address: Address, identity: Path, view: LiveView) -> SwarmInfo:
     """Inspect the swarm at the address, or at addresses that this user's peers remember."""
-    from diloco.cli.volunteer import known_addresses
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate
+    from diloco.volunteer.peer import known_addresses
 
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
     peers = address.peers

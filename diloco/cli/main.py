@@ -20,12 +20,13 @@ import click
 from click.shell_completion import shell_complete
 
 from diloco import __version__
-from diloco.cli import doctor, join, keys, local, model, plan, status, sweep, train
+from diloco.cli import doctor, join, keys, local, model, plan, status, sweep, train, worker
 from diloco.errors import ConfigError
 from diloco.process import end_process, guard, in_utf8
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Train": (local.local, train.train, join.join, train.host),
+    "Train in the background": (worker.start, worker.stop, worker.logs),
     "Look at a swarm": (status.status, status.dashboard, doctor.doctor),
     "Use a model": (model.generate, model.evaluate, model.export),
     "Choose settings": (plan.plan, train.simulate, sweep.sweep, sweep.compare),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diloco.cli import PATH, Command, Options, configured
+from diloco.cli import PATH, Command, Options, configured, guest_arguments
 from diloco.errors import CheckpointError, ConfigError
 from diloco.text import human_count
 
@@ -62,7 +63,7 @@ def evaluate(model: Path, options: Options) -> int:
 
 
 @click.command(cls=Command)
-@click.argument("model", metavar="MODEL_DIR", type=PATH)
+@click.argument("model", metavar="MODEL_DIR|ADDRESS", type=PATH)
 @click.option("--prompt", default="", show_default=False, help="Text to continue.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's question.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), help=TOKENS)
@@ -75,8 +76,10 @@ def generate(
 
     \b
     diloco generate runs/quickstart/model --prompt 'def main(' --tokens 200
+    diloco generate @runs/mine/address --chat --prompt 'Why is the sky blue?'
 
-    MODEL_DIR is in Hugging Face format, or a run directory.
+    MODEL_DIR is in Hugging Face format, or a run directory. Of the swarm at an ADDRESS the newest
+    model is fetched; this machine does not train.
     """
     from diloco import data
     from diloco import model as models
@@ -92,15 +95,48 @@ def generate(
     return 0
 
 
+def _is_address(source: Path) -> bool:
+    return re.match(r"@|-$|diloco:|/(ip[46]|dns[46]?)/", str(source)) is not None
+
+
+def _fetch(address: str, out: Path, merge: bool) -> tuple[Config, int, int]:
+    """Write the model of the swarm at an address, fetched as a host fetches it; it trains nothing
+    and is no author. Return configuration, outer step and tokens."""
+    from tempfile import TemporaryDirectory
+
+    from diloco import data
+    from diloco import model as models
+    from diloco.train.host import Host
+
+    options = Options(("train.device=cpu", "swarm.reachable=no"))
+    swarm, given = guest_arguments(address, options)
+    given.append(f"swarm.initial_peers=[{','.join(map(repr, swarm.peers))}]")
+    with TemporaryDirectory(prefix="diloco-") as scratch:
+        config = options.compose([f"run.dir={scratch}", *given])
+        with Host(config, "visitor") as host:
+            host.load()
+            record = host.node.record()
+        if merge:
+            models.merge_adapter_(host.model)
+        tokenizer = data.load_tokenizer(*host.config.data.tokenizer_place)
+        models.save(host.model, out, tokenizer)
+    return host.config.adopt(host.manifest), record.version, record.applied_tokens
+
+
 @contextmanager
 def _model_of(path: Path) -> Iterator[Path]:
-    """Yield the model directory: of a run its final model, or else its newest checkpoint's."""
+    """Yield the model directory: of a run its final model, or else its newest checkpoint's; or of
+    the swarm at an address."""
     from tempfile import TemporaryDirectory
 
     from diloco.config import compose
     from diloco.train.start_files import with_origin
 
-    if (path / "model" / "config.json").is_file():
+    if _is_address(path):
+        with TemporaryDirectory() as scratch:
+            _fetch(str(path), Path(scratch), merge=True)
+            yield Path(scratch)
+    elif (path / "model" / "config.json").is_file():
         yield path / "model"
     elif (path / "config.yaml").is_file() and (checkpoint := _newest(path)) is not None:
         config = with_origin(compose([], base=path / "config.yaml"), path)
@@ -121,7 +157,7 @@ def _newest(run_dir: Path) -> Checkpoint | None:
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="CHECKPOINT_OR_RUN_DIR", type=PATH)
+@click.argument("source", metavar="RUN_DIR|ADDRESS", type=PATH)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option("--push-to-hub", "name", metavar="NAME", help=PUSH)
 @click.option("--private", is_flag=True, help="Make a new model of the hub a private one.")
@@ -132,6 +168,7 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
     \b
     diloco export runs/quickstart exported/
     diloco export runs/quickstart exported/ --push-to-hub me/quickstart --private
+    diloco export @runs/mine/address exported/
 
     OUT holds weights, tokenizer, chat template, generation settings, and a README.md that says what
     was trained. Of a run with an adapter they are the adapter's, as peft reads it, or --merge.
@@ -143,6 +180,7 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
     from diloco import hub
     from diloco import model as models
     from diloco.config import compose
+    from diloco.rundir.compare import read_json, read_run
     from diloco.rundir.files import write_atomic
     from diloco.train.start_files import with_origin
 
@@ -150,6 +188,11 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
         hub.check_push("--push-to-hub", name)
+    if _is_address(source):
+        with models.replacing(out) as fresh:
+            config, step, tokens = _fetch(str(source), fresh, merge)
+            write_atomic(fresh / "README.md", _model_card(config, fresh, step, tokens))
+        return _exported(out, f"outer step {step} of run {config.run.id}", name, private)
     places = [path for path in (source, *source.parents) if (path / "config.yaml").is_file()]
     if not places:
         missing = f"{source} is no run directory: there is no config.yaml in it"
@@ -167,7 +210,18 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
             _write(with_origin(config, run_dir), checkpoint, fresh, merge)
         else:
             shutil.copytree(run_dir / "model", fresh, dirs_exist_ok=True)
-        write_atomic(fresh / "README.md", _model_card(config, run_dir, checkpoint))
+        done = read_json(run_dir / "summary.json").get("outer_steps")
+        learned = read_run(run_dir).tokens
+        if checkpoint is not None:
+            done, learned = checkpoint.step, int(checkpoint.state["applied_tokens"])
+        write_atomic(fresh / "README.md", _model_card(config, run_dir, done, learned))
+    return _exported(out, title, name, private)
+
+
+def _exported(out: Path, title: str, name: str | None, private: bool) -> int:
+    """Say what is there, and push it under that name."""
+    from diloco import hub
+
     click.echo(f"{out}: {title}")
     if name is not None:
         click.echo(hub.push("--push-to-hub", name, out, private, title))
@@ -195,14 +249,11 @@ def _write(config: Config, checkpoint: Checkpoint, out: Path, merge: bool = Fals
     models.save(model, out, tokenizer)
 
 
-def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> str:
-    """Return Markdown with the hub's header, for a checkpoint or for a run's final model."""
-    from diloco.rundir.compare import read_json, read_run
+def _model_card(config: Config, run_dir: Path, step: int | None, tokens: int | None) -> str:
+    """Return Markdown with the hub's header, for a model after that outer step."""
+    from diloco.rundir.compare import read_run
 
     model, data, run = config.model, config.data, read_run(run_dir)
-    step, tokens = read_json(run_dir / "summary.json").get("outer_steps"), run.tokens
-    if checkpoint is not None:
-        step, tokens = checkpoint.step, int(checkpoint.state["applied_tokens"])
     header = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [diloco]"]
     rows = {
         "run": config.run.id,
@@ -216,7 +267,7 @@ def _model_card(config: Config, run_dir: Path, checkpoint: Checkpoint | None) ->
     if model.path is not None and model.revision is not None:
         header.append(f"base_model: {model.path}")
         rows["started from"] = f"{model.path} at {model.revision}"
-    known = [point for point in run.curve if checkpoint is None or point.version <= checkpoint.step]
+    known = [point for point in run.curve if step is None or point.version <= step]
     if known:
         at = f"at outer step {known[-1].version}"
         rows["held-out loss"] = f"{known[-1].loss:.4f} nats per token, {at}"

@@ -102,8 +102,8 @@ def plan(
 
 def _measured_step(config: Config) -> float:
     """Measure seconds of an inner step here; `ConfigError` where the model does not fit."""
-    from diloco.cli.volunteer import fit_to_machine
     from diloco.train.machine import inspect_machine, step_seconds
+    from diloco.volunteer.peer import fit_to_machine
 
     machine = inspect_machine(config.train.device, config.train.threads)
     try:

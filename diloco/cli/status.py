@@ -63,7 +63,7 @@ def _place(address: str | None) -> Address:
     folders, names = [Path("runs")], "./runs"
     with suppress(ConfigError):  # a user without a home has joined no run
         names += f" or {data_home()}"
-        folders += data_home().glob("peer-*/runs")
+        folders += data_home().glob("**/peer-*/runs")  # of workers, too
     files = [file for folder in folders for file in folder.glob("*/address")]
     living = [file for file in files if any(map(in_use, file.parent.glob("checkpoints/*")))]
     if len({file.parent.name for file in living}) == 1:

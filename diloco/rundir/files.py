@@ -83,8 +83,10 @@ def check_same_run(config: Config, manifest: str) -> Config:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
+def exclusive(directory: Path, key: str = "run.dir") -> Iterator[int]:
     """Lock a directory until this process ends, and create it if it is missing.
+
+    It yields the descriptor that holds the lock: a process that inherits it holds the lock, too.
 
     Two commands in one run directory would overwrite each other's checkpoints. Without effect on
     file systems without locks. Raises `ConfigError` if another process holds the lock or the
@@ -103,7 +105,7 @@ def exclusive(directory: Path, key: str = "run.dir") -> Iterator[None]:
             raise ConfigError(f"{key}: {why}, or choose another {key}") from None
         except OSError as error:
             logger.debug("%s cannot be locked: %s", directory, error)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -46,8 +46,8 @@ class Host:
             manifest = parse_manifest(info.manifest_text)
             config = start_files.with_manifest(config, manifest)
             config = start_files.fetch_start_files(config, info.addresses, gate, identity)
-        self.manifest = manifest
-        model = models.build(config.model, manifest.run.seed, narrow=True)
+        self.manifest, self.config = manifest, config
+        self.model = model = models.build(config.model, manifest.run.seed, narrow=True)
         start_files.keep(config, model)
         parameters = TrainedParams(model)
         outer = manifest.outer
@@ -96,6 +96,11 @@ class Host:
         self.manifest = raised(self.manifest, record.planned)
         self._used_up |= self.manifest.budget.is_used_up(record.version, record.applied_tokens)
         return self._used_up and not record.others_that_train
+
+    def load(self) -> None:
+        """Wait for the swarm's newest anchor, and load it into `model`."""
+        self.node.is_late()
+        self.node.load_anchors()
 
     def status(self) -> PeerStatus:
         """Return this host's state and figures, for a live table."""

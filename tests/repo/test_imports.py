@@ -36,7 +36,7 @@ LAYERS = [
     rundir
     attach
     train integrations
-    sim
+    sim volunteer
     dashboard
     cli
     """.strip().splitlines()

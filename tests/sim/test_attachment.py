@@ -40,6 +40,18 @@ def test_a_loop_of_ones_own_trains_again_after_each_exchange(outer: dict[str, An
     assert max(version for _, _, version in seen) >= 1
 
 
+def test_a_swarm_says_its_run_its_peers_and_its_round() -> None:
+    texts: list[str] = []
+
+    def work(loop: Loop) -> None:
+        loop.step(4)
+        texts.append(repr(loop.swarm))
+
+    loops = train("ab", work, sync_every=4)
+    assert texts == ["Swarm(run_id='run', peers=2, round=1)"] * 2
+    assert repr(loops["a"].swarm).endswith("round=1, left)")
+
+
 def test_what_is_discarded_of_the_last_contributions_is_counted() -> None:
     """A loop of one's own ends while contributions are on their way."""
     model = nn.Linear(4, 1)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from diloco.admission.keys import RunKey
 from diloco.errors import JoinError, SwarmError
@@ -21,6 +24,7 @@ from tests.support.peers import (
     command,
     dead_port,
     diloco,
+    eventually,
     together,
 )
 
@@ -143,3 +147,25 @@ def test_a_volunteer_joins_a_closed_run_by_a_link_in_a_file(tmp_path: Path) -> N
     seal = json.loads(memory.read_text())["seal"]
     manifest = parse_manifest((tmp_path / "starter" / "manifest.json").read_text())
     assert seal == RunKey.read(tmp_path / "run.key").seal("closed", manifest.hash())
+
+
+def test_the_newest_model_is_exported_and_asked_without_joining(tmp_path: Path) -> None:
+    settings = "checkpoint.every=1 checkpoint.keep=4000 checkpoint.background=false"
+    with starting(tmp_path, settings, "outer.fragments=1"):
+        first = tmp_path / "starter" / "checkpoints" / "peer" / "step-00000002"
+        eventually(first.exists, "a checkpoint")
+        said = diloco("export @starter/address out", directory=tmp_path).done().stdout
+        text = diloco(
+            "generate @starter/address --tokens 4 --prompt def", directory=tmp_path
+        ).done()
+        assert text.stdout.startswith("def")
+        step = int(said.split("outer step ")[1].split()[0])
+        assert step >= 2 and f"| outer step | {step} |" in (tmp_path / "out/README.md").read_text()
+        checkpoint = tmp_path / "starter" / "checkpoints" / "peer" / f"step-{step:08d}"
+        eventually(checkpoint.exists, "that step's checkpoint")
+        [anchor] = load_file(checkpoint / "anchor.safetensors").values()
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(map(Tensor.numel, got.values())) >= anchor.numel() > 0
+    values = torch.cat([value.float().flatten() for value in got.values()]).sort().values
+    assert torch.isin(anchor.float(), values).all()
+    assert not (tmp_path / "home" / "diloco").exists(), "nobody has joined"

@@ -20,7 +20,8 @@ from tests.support.command_line import Typed
 from tests.support.places import ROOT
 
 COMMANDS = (
-    "local train join host eval export generate simulate sweep compare plan doctor status dashboard"
+    "local train join host start stop logs eval export generate simulate sweep compare plan doctor"
+    " status dashboard"
 ).split()
 OWNER = ["keygen", "invite", "revoke"]  # have no configuration, and a test of their own
 ADDRESS = "/ip4/127.0.0.1/tcp/4100/p2p/12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
@@ -63,7 +64,7 @@ def test_help_lists_every_command_by_what_it_is_for(typed: Typed) -> None:
 def test_help_of_a_command_shows_usage_examples_and_choices(command: str, typed: Typed) -> None:
     shown = typed(command, "--help")
     assert shown.startswith(f"Usage: diloco {command} ") and f"  diloco {command} " in shown
-    if command not in ("export", "generate", "compare", "status", "dashboard"):
+    if command not in ("export", "generate", "compare", "status", "dashboard", "stop", "logs"):
         for group, names in choices().items():
             assert f"  {group} " in shown and " ".join(names) in " ".join(shown.split())
 

@@ -10,11 +10,11 @@ import pytest
 
 from diloco.cli import doctor as module
 from diloco.cli.doctor import Check, Doctor
-from diloco.cli.volunteer import PeerDirectory
 from diloco.config import compose
 from diloco.swarm.client.ask import SwarmInfo
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.train.machine import inspect_machine
+from diloco.volunteer.peer import PeerDirectory
 
 ID = "12D3KooWRnfo2DmvtEuqxDLLy5cqVRo84MyZswotWuhpKn7CnMGg"
 PLACE = f"/ip4/203.0.113.7/tcp/4100/p2p/{ID}"

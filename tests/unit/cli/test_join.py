@@ -11,12 +11,6 @@ import torch
 from diloco.admission.keys import RunKey
 from diloco.attach.arguments import remember
 from diloco.cli.status import status
-from diloco.cli.volunteer import (
-    known_addresses,
-    lock_peer_directory,
-    move_aside,
-    volunteer_config,
-)
 from diloco.config import compose
 from diloco.errors import ConfigError, SwarmError
 from diloco.protocol import WIRE_VERSION
@@ -25,6 +19,12 @@ from diloco.swarm.client.ask import SwarmInfo, check_clock, parse_manifest
 from diloco.swarm.rpc.probe import ProbeReply, ProbeResult
 from diloco.swarm.wire.dialing import best_first
 from diloco.train.machine import GIB, Machine, MemoryNeed, fit_micro_batch
+from diloco.volunteer.peer import (
+    known_addresses,
+    lock_peer_directory,
+    move_aside,
+    volunteer_config,
+)
 from tests.support.errors import error_text
 
 pytestmark = pytest.mark.usefixtures("own_home")

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from diloco import model as models
 from diloco.attach.ranks import RankGroup
-from diloco.cli.volunteer import fit_to_machine
 from diloco.config import Config, choices, compose
 from diloco.errors import CheckpointError, ConfigError
 from diloco.model import evaluating
@@ -17,6 +16,7 @@ from diloco.sim.run import simulate
 from diloco.train import start_files
 from diloco.train.gradients import autocast, to_device
 from diloco.train.machine import fit_to_memory, inspect_machine
+from diloco.volunteer.peer import fit_to_machine
 from tests.support.data import chats
 from tests.support.models import small_model
 from tests.support.simulated import PRESETS, RUNS, digests, name_of, simulated

@@ -1,0 +1,1 @@
+"""A volunteer's machine: what its peers keep between runs, and the worker that runs one."""

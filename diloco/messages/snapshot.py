@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from diloco.errors import PayloadError
 from diloco.messages import fields
+from diloco.messages.figures import PeerFigures, Shown
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
@@ -79,7 +80,7 @@ class RunInfo(_Row, frozen=True):
     answered_by: fields.Name
 
 
-class PeerRow(_Row, frozen=True):
+class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
     """A peer's last status. authors: may make versions. seconds: of its last round."""
 
     peer_id: fields.Name
@@ -89,16 +90,19 @@ class PeerRow(_Row, frozen=True):
     authors: bool
     device: fields.Name
     version: fields.Count
-    version_lag: fields.Count
     inner_step: fields.Count
     target_steps: fields.Count
-    steps_per_s: fields.Rate
-    tokens: fields.Tokens
-    loss: fields.Loss | None
-    bytes_sent: fields.Bytes
-    bytes_received: fields.Bytes
-    last_seen_s: fields.Seconds
-    seconds: PhaseSeconds | None
+    seconds: Annotated[PhaseSeconds | None, Shown("busy", "phases", of_all=None)]
+    version_lag: Annotated[
+        fields.Count, Shown("lag", "", "Outer steps behind the swarm", of_all=None, limit=0)
+    ]
+    steps_per_s: Annotated[
+        fields.Rate, Shown("steps/s", "steps/s", "Inner steps per second", rank=3)
+    ]
+    last_seen_s: Annotated[
+        fields.Seconds,
+        Shown("seen", "s", "Seconds since its last word", of_all=None, limit=5),
+    ]
     addresses: fields.Addresses
     bulk: fields.Name = ""  # how payload goes there from who answers: "direct", by the "daemon"
 
@@ -135,25 +139,45 @@ class Contributor(_Row, frozen=True):
 
     peer_id: fields.Name
     name: fields.Name
-    outer_steps: fields.Count
-    tokens: fields.Tokens
-    bytes: fields.Bytes  # of its payloads for all fragments
-    first_version: fields.Count
-    last_version: fields.Count
+    outer_steps: Annotated[fields.Count, Shown("steps", rank=1)]
+    tokens: Annotated[fields.Tokens, Shown("tokens", "tokens")]
+    bytes: Annotated[fields.Bytes, Shown("payload", "bytes", rank=2)]  # for all fragments
+    first_version: Annotated[fields.Count, Shown("first", rank=3)]
+    last_version: Annotated[fields.Count, Shown("last", rank=3)]
 
 
-class LedgerTotals(_Row, frozen=True):
-    """Tokens by their fate: processed = applied + discarded + in_flight."""
+class Standing(Contributor, frozen=True):
+    """A line of the board: that record, and what who answers knows of the peer besides.
 
-    processed: fields.Tokens
-    applied: fields.Tokens
-    discarded: fields.Tokens
-    in_flight: fields.Tokens
-    contributions: Annotated[list[Contributor], Meta(max_length=MAX_PEERS)]
+    recent_tokens: in the last `LedgerTotals.recent_s`. trained_s: as the peer said last.
+    """
+
+    device: fields.Name = ""
+    recent_tokens: fields.Tokens = 0
+    trained_s: Annotated[fields.Seconds | None, Shown("days", "days")] = None
+
+
+class Tokens(_Row, frozen=True):
+    """Tokens that peers trained on, by their fate: processed = applied + discarded + in_flight."""
+
+    processed: fields.Tokens = 0
+    applied: fields.Tokens = 0
+    discarded: fields.Tokens = 0
+    in_flight: fields.Tokens = 0
+
+
+FATES = Tokens.__struct_fields__
+
+
+class LedgerTotals(Tokens, frozen=True):
+    """Tokens of the swarm, and who contributed how many."""
+
+    contributions: Annotated[list[Standing], Meta(max_length=MAX_PEERS)] = []
+    recent_s: fields.Seconds = 0.0  # at most a day; less where who answers is not here for so long
 
 
 class LossPoint(_Row, frozen=True):
-    """Training loss of the peers that train, in nats per token: mean, lowest and highest."""
+    """Losses of the peers, in nats per token: mean, lowest and highest."""
 
     at: Unix
     tokens: fields.Tokens
@@ -183,6 +207,7 @@ class Snapshot(_Row, frozen=True):
     left_out: fields.Count = 0  # peers that are missing
     # version, prompt, and what the model wrote after it at the last evaluation
     samples: Annotated[list[tuple[fields.Count, Text, Text]], Meta(max_length=16)] = []
+    held_out: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)] = []  # as one peer measures
 
     def __post_init__(self) -> None:
         self.samples[:] = [(version, _lines(a), _lines(b)) for version, a, b in self.samples]
@@ -196,6 +221,10 @@ class Snapshot(_Row, frozen=True):
             peer: name if name and often[name] == 1 else f"{name}-{peer[-SHORT:]}".lstrip("-")
             for peer, name in named.items()
         }
+
+    def newest_round(self) -> Round | None:
+        """Return the newest version of the control fragment."""
+        return next((row for row in reversed(self.rounds) if row.fragment == 0), None)
 
     def json(self, indent: int = -1) -> bytes:
         """Encode the snapshot as one object, on one line or indented."""

@@ -15,8 +15,8 @@ from diloco.swarm.node.recorder import Recorder
 from tests.support.core import core, join
 
 EXTREME = dict.fromkeys(("steps", "position", "cycle"), MAX_COUNT) | {"steps_per_s": MAX_RATE}
-LARGEST = MAX_TOKENS, MAX_TOKENS, MAX_LOSS, MAX_BYTES, MAX_BYTES, MAX_COUNT, [MAX_SECONDS] * 4
-FIGURES = Figures(*LARGEST)
+LARGEST = MAX_LOSS, MAX_LOSS, MAX_TOKENS, MAX_BYTES, MAX_BYTES, MAX_TOKENS, MAX_TOKENS, MAX_COUNT
+FIGURES = Figures(*LARGEST, MAX_SECONDS, [MAX_SECONDS] * 4)
 
 
 def test_what_watchers_need_copes_with_the_largest_numbers() -> None:

@@ -185,7 +185,16 @@ def single(
 ) -> summary.Summary:
     seconds, steps = PhaseSeconds(compute=3, wait=1), processed // 10
     tokens, evaluation = summary.Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
-    peer = summary.PeerSummary(f"12D3{name}", name, steps, processed, "ab12", 5, 7, seconds)
+    peer = summary.PeerSummary(
+        peer_id=f"12D3{name}",
+        name=name,
+        steps=steps,
+        anchor_digest="ab12",
+        seconds=seconds,
+        tokens=processed,
+        bytes_sent=5,
+        bytes_received=7,
+    )
     counts = {"outer_steps": outer_steps, "heals": 1, "takeovers": 2}
     return summary.Summary(
         **HEAD, **counts, wall_s=9.0, tokens=tokens, eval=evaluation, peers=[peer]
@@ -196,6 +205,8 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     summary.write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
     peer = {"peer_id": "12D3p0", "name": "p0", "steps": 10, "tokens": 100, "utilization": 0.75}
     peer |= {"anchor_digest": "ab12", "bytes_sent": 5, "bytes_received": 7}
+    peer |= dict.fromkeys(["loss", "eval_loss", "tokens_per_s"])
+    peer |= {"discarded": 0, "rounds": 0, "trained_s": 0.0}
     peer["seconds"] = {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0}
     assert json.loads((tmp_path / "summary.json").read_text()) == HEAD | {
         "wall_s": 9.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +17,7 @@ from rich.text import Text
 from diloco.config import Config
 from diloco.dashboard.tables import Cell, Row, Table, cells_of, columns_of, drawn
 from diloco.messages.control import Figures
-from diloco.messages.figures import shown
+from diloco.messages.figures import shown, together
 from diloco.process import outlast_terminal
 from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of, who_can_join
 from diloco.text import counted, human_seconds, plain
@@ -113,7 +113,10 @@ class LiveView:
             for row in rows
         ]
         if len(rows) > 1:
-            cells.append(["together", "", "", "", *_together(row.figures for row in rows)])
+            sums = together((row.figures for row in rows), Figures)
+            marks = [(name, mark) for name, mark in shown(Figures).items() if mark.title]
+            sum_cells = (mark.text(sums[name]) if name in sums else "" for name, mark in marks)
+            cells.append(["together", "", "", "", *sum_cells])
         columns = ["<peer", "<state", "version", "step", *columns_of(Figures)]
         table = drawn(Table("", "", columns, cells), self._console.width)
         return Group(Text(self.title), self._progress(rows), table, *under_way)
@@ -147,14 +150,6 @@ class LiveView:
             return "-"
         each_s = (self._lines.clock() - since) / (done - version)
         return human_seconds(each_s * (total - done))
-
-
-def _together(peers: Iterable[Figures | None]) -> Iterator[str]:
-    """Yield the figures of all these peers, where there are such."""
-    known = list(filter(None, peers))
-    for name, mark in shown(Figures).items():
-        if mark.title:
-            yield mark.text(mark.together(known, name)) if mark.of_all else ""
 
 
 class Stderr(logging.Handler):

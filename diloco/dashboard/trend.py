@@ -11,7 +11,7 @@ from diloco.messages.snapshot import Snapshot
 
 LEAST_POINTS = 8  # with fewer the standard error itself is not known
 ERRORS = 2.0  # a slope within so many standard errors of 0 is flat
-UNITS = {"a day": 86_400.0, "an hour": 3600.0, "a minute": 60.0}
+UNITS = (("a day", 86_400.0), ("an hour", 3600.0), ("a minute", 60.0))
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,14 @@ class Slope:
     span_s: float
 
     def __str__(self) -> str:
-        name, unit_s = next(
-            (unit for unit in UNITS.items() if unit[1] <= self.span_s), (*UNITS.items(),)[-1]
-        )
+        units = [unit for unit in UNITS if unit[1] <= self.span_s]
+        name, unit_s = units[0] if units else UNITS[-1]
         slope, error = self.per_s * unit_s, self.error_per_s * unit_s
         digits = 3 if error <= 0 else min(max(0, -math.floor(math.log10(error))), 6)
-        size, spread = (f"{value:.{digits}f}".removeprefix("0") for value in (abs(slope), error))
+        size, spread = (f"{value:.{digits}f}" for value in (abs(slope), error))
+        size, spread = (text.removeprefix("0") or "0" for text in (size, spread))
         if abs(slope) <= ERRORS * error:
-            sign = "-" if slope < 0 else ""
-            return f"is flat ({sign}{size or 0} ± {spread} {name})"
+            return f"is flat ({'-' * (slope < 0)}{size} ± {spread} {name})"
         return f"{'falls' if slope < 0 else 'rises'} {size} ± {spread} {name}"
 
 

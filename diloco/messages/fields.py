@@ -6,12 +6,11 @@ honest peer sends a message that its own schema refuses.
 
 from __future__ import annotations
 
-from functools import cache
 from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
-from msgspec.inspect import FloatType, IntType, ListType, StructType, UnionType, type_info
+from msgspec.inspect import FloatType, IntType, ListType, UnionType, type_info
 from msgspec.structs import force_setattr
 
 from diloco.text import plain
@@ -73,15 +72,9 @@ def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
 def bounded(kind: type[S], **values: Any) -> S:
     """Make a struct of computed numbers, each cut to the bounds of its field. Of a measurement that
     is not finite, or 0, an optional field is None."""
-    limits = _types(kind)
-    return kind(**{name: _cut(value, limits[name]) for name, value in values.items()})
-
-
-@cache
-def _types(kind: type[Struct]) -> dict[str, Any]:
-    info = type_info(kind)
-    assert isinstance(info, StructType)
-    return {field.name: field.type for field in info.fields}
+    info: Any = type_info(kind)
+    types = {field.name: field.type for field in info.fields}
+    return kind(**{name: _cut(value, types[name]) for name, value in values.items()})
 
 
 def _cut(value: Any, kind: Any) -> Any:

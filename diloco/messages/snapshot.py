@@ -92,16 +92,16 @@ class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
     version: fields.Count
     inner_step: fields.Count
     target_steps: fields.Count
-    seconds: Annotated[PhaseSeconds | None, Shown("busy", "phases", of_all=None)]
+    seconds: Annotated[PhaseSeconds | None, Shown("busy", "busy", adds=False)]
     version_lag: Annotated[
-        fields.Count, Shown("lag", "", "Outer steps behind the swarm", of_all=None, limit=0)
+        fields.Count, Shown("lag", "", "Outer steps behind the swarm", adds=False, limit=0)
     ]
     steps_per_s: Annotated[
         fields.Rate, Shown("steps/s", "steps/s", "Inner steps per second", rank=3)
     ]
     last_seen_s: Annotated[
         fields.Seconds,
-        Shown("seen", "s", "Seconds since its last word", of_all=None, limit=5),
+        Shown("seen", "s", "Seconds since its last word", adds=False, limit=5),
     ]
     addresses: fields.Addresses
     bulk: fields.Name = ""  # how payload goes there from who answers: "direct", by the "daemon"

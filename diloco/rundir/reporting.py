@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from diloco.config import Config
 from diloco.config.address import reachability
 from diloco.messages.control import Figures
-from diloco.messages.figures import shown
+from diloco.messages.figures import shown, together
 from diloco.messages.snapshot import FATES, PeerRow, Snapshot
 from diloco.rundir.metrics import SHARED
 from diloco.rundir.summary import Summary
@@ -156,7 +156,7 @@ class WarningLines(logging.Handler):
 class Lines:
     """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one.
 
-        [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
+        [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 tok/s 4.1k sent 1.2 MB training
 
     `known` is the newest state of each peer, and `total` the outer steps of the budget. A value
     that a report lacks keeps its last one: a display must never end a run.
@@ -220,9 +220,11 @@ class Lines:
         if not is_due and status.state not in ("done", "left"):
             return
         self._shown[peer] = status.version, now
-        marks = shown(Figures).items()
-        parts = (mark.in_line(getattr(status.figures, name, None)) for name, mark in marks)
-        figures = " ".join(filter(None, parts))
+        marks = [(name, mark) for name, mark in shown(Figures).items() if mark.rank < 2]
+        known = [(mark, getattr(status.figures, name, None)) for name, mark in marks]
+        figures = " ".join(
+            f"{mark.title} {mark.text(value)}" for mark, value in known if mark.title
+        )
         self.note(f"{peer} v{self.step_of(status)}{merged_of(status)} {figures} {status.state}")
 
 
@@ -277,10 +279,8 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "training": sum(row.trains and row.state in ("training", "exchanging") for row in peers),
         "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }
-    for name, mark in shown(PeerRow).items():
-        value = mark.together(peers, name)
-        if value is not None and f"swarm/{name}" not in SHARED.values():
-            figures[name] = value
+    sums = together(peers, PeerRow)
+    figures |= {name: sums[name] for name in sums if f"swarm/{name}" not in SHARED.values()}
     for name in FATES:
         figures[f"tokens/{name}"] = getattr(ledger, name)
     if snapshot.loss:

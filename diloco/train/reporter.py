@@ -13,13 +13,13 @@ from torch import nn
 from diloco.attach import devices
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config
-from diloco.messages.figures import PeerFigures, shown
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import PeerStatus, Report
 from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens
 from diloco.train.checkpoint import Sync
 
 REPORT_EVERY_S = 0.5
+OWN_LINES = {"loss", "eval_loss", "tokens_per_s", "tokens"}  # `tokens` of a line are the swarm's
 
 
 class Reporter:
@@ -90,9 +90,8 @@ class Reporter:
         if not self.ranks.is_rank0:
             return
         sync, seconds, (tokens, at) = self.sync, self.phases.seconds(), self._swarm
-        own = sync.figures()
-        logged = (name for name, mark in shown(PeerFigures).items() if mark.logged)
-        figures: dict[str, Any] = {name: getattr(own, name) for name in logged}
+        own = sync.figures().shared().items()
+        figures: dict[str, Any] = {name: value for name, value in own if name not in OWN_LINES}
         if sync.node is not None:
             # only those that moved since the line before: lines must stay short
             record, before = sync.node.record(), self._anchors

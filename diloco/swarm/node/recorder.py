@@ -55,7 +55,7 @@ class Recorder:
         self._samples: list[tuple[int, str, str]] = []
         self._loss, self._held_out = _Curve(), _Curve()
         self._last: dict[str, Known] = {}  # by peer, also of those that left
-        self._ledgers: deque[tuple[float, dict[str, int]]] = deque(maxlen=int(DAY_S / LEDGERS_S))
+        self._ledgers: deque[tuple[float, dict[str, int]]] = deque()  # of the last day
         self._looked_at = float("-inf")
         self._packed: tuple[float, list[bytes]] | None = None
 
@@ -90,6 +90,8 @@ class Recorder:
             self._loss.add(now, tip.head.work, [loss for loss in training if loss])
             if not self._held_out or [self._held_out[-1].loss] != held_out:  # a new measurement
                 self._held_out.add(now, tip.head.work, held_out)
+            while self._ledgers and now - self._ledgers[0][0] > DAY_S:
+                self._ledgers.popleft()
             is_due = not self._ledgers or now >= self._ledgers[-1][0] + LEDGERS_S
             if facts.life.ready and is_due:
                 tokens = {peer: entry.tokens for peer, entry in tip.book.ledger.items()}
@@ -139,7 +141,8 @@ class Recorder:
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
         known = self._last | {m.peer: (m.hello.device, m.figures) for m in everybody}
-        before = self._ledgers[0] if self._ledgers else (now, {})
+        here = {peer: entry.tokens for peer, entry in facts.control.tip.book.ledger.items()}
+        began_at, before = self._ledgers[0] if self._ledgers else (now, here)
         return schema.Snapshot(
             run=run_info(self._core, self._manifest, since + now),
             peers=[
@@ -148,7 +151,7 @@ class Recorder:
             ],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(entry, closed_at=since + entry.closed_at) for entry in self._rounds],
-            ledger=ledger_totals(facts, known, now - before[0], before[1]),
+            ledger=ledger_totals(facts, known, now - began_at, before),
             loss=[replace(point, at=since + point.at) for point in self._loss],
             held_out=[replace(point, at=since + point.at) for point in self._held_out],
             events=[replace(event, at=since + event.at) for event in self._events],

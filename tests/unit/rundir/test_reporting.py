@@ -94,7 +94,7 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
         "[  0.0s] others join with this (loopback: on this machine only; swarm=network lets others"
         " in):",
         "diloco join /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        "[  0.0s] p0 v0/9 loss 2.50 held-out - 4.1k tok/s 12.0 MB sent training",
+        "[  0.0s] p0 v0/9 loss 2.50 held-out - tok/s 4.1k sent 12.0 MB training",
         (
             f"{tmp_path}: outer step 9, held-out loss 2.000 nats per token; the model is in"
             f" {tmp_path / 'model'}"

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 from diloco.dashboard import tables
@@ -160,7 +161,7 @@ def _label(**labels: str) -> str:
     return f"{{{','.join(quoted)}}}"
 
 
-def _labels(label: str, values: Mapping[str, float]) -> dict[str, float]:
+def _labels(label: str, values: Mapping[Any, float]) -> dict[str, float]:
     return {_label(**{label: name}): value for name, value in values.items()}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,33 +13,24 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from diloco.dashboard.trend import trend
+from diloco.messages import snapshot as schema
 from diloco.messages.figures import shown
-from diloco.messages.snapshot import (
-    FATES,
-    SHORT,
-    LossPoint,
-    PeerRow,
-    PhaseSeconds,
-    Snapshot,
-    Standing,
-)
+from diloco.messages.snapshot import FATES, SHORT, LossPoint, Snapshot
 from diloco.text import counted, human_bytes, human_count, human_seconds, sparkline
 
 FEW, MANY = 6, 60  # rounds and events in a terminal, and on the page
+TEXTS = {"peer", "state", "text", "event"}  # units of columns that are aligned to the left
 STYLES = {
-    style: names.split()
-    for style, names in {
-        "dim": "starting left settling",
-        "green": "training collecting",
-        "cyan": "exchanging fetching",
-        "magenta": "evaluating",
-        "yellow": "waiting leaving few",
-        "red": "bad alone",
-        "bold green": "done",
-        "bold red": "failed killed",
-    }.items()
+    "dim": "starting left settling",
+    "green": "training collecting",
+    "cyan": "exchanging fetching",
+    "magenta": "evaluating",
+    "yellow": "waiting leaving",
+    "red": "bad alone",
+    "bold green": "done",
+    "bold red": "failed killed",
 }
-STYLE_OF = {name: style for style, names in STYLES.items() for name in names}
+STYLE_OF = {name: style for style, names in STYLES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -67,118 +59,65 @@ class Table:
 
 def columns_of(kind: Any) -> list[str]:
     """Return the titles of the figures of a schema that are in tables."""
-    return ["-" * mark.rank + mark.title for mark in shown(kind).values() if mark.title]
+    marks = [mark for mark in shown(kind).values() if mark.title]
+    return [f"{'<' * (mark.unit in TEXTS)}{'-' * mark.rank}{mark.title}" for mark in marks]
 
 
-def cells_of(row: Any, kind: Any) -> Row:
+def cells_of(row: Any, kind: Any, seen: Snapshot | None = None) -> Row:
     """Return the cells of these columns; of no row, those of what is not known."""
+    marks = [(name, mark) for name, mark in shown(kind).items() if mark.title]
+    names = {} if seen is None else seen.names()
     cells: Row = []
-    for name, mark in shown(kind).items():
+    for name, mark in marks:
         value = getattr(row, name, None)
+        text, style, shares = mark.text(value), "", dict[str, float]()
+        match mark.unit:
+            case "peer":
+                text = "nobody" if value is None else names.get(value, value[-SHORT:])
+                style = "bad" if value is None else ""
+            case "state":
+                text, style = f"{'' if getattr(row, 'trains', True) else 'host '}{value}", value
+            case "step":
+                text = f"{value}/{row.target_steps}" if row.target_steps else "-"
+            case "time" if seen is not None:
+                text = f"{human_seconds(max(0.0, seen.run.at - value))} ago"
+            case "share" if seen is not None:
+                total = sum(getattr(each, name) for each in seen.ledger.contributions)
+                text = f"{value / total:.1%}" if total else "-"
+                shares = {"part": value / (total or 1)}
+            case "event":
+                text = reduce(lambda line, peer: line.replace(*peer), names.items(), value)
+            case "busy" | "spent" if value is not None:
+                spent = (value.compute, value.wait, value.comm + value.outer)
+                parts = zip(("compute", "wait", "exchange"), spent, strict=True)
+                shares = {part: seconds / (value.total or 1.0) for part, seconds in parts}
         is_bad = isinstance(value, int | float) and value > mark.limit
-        shares = _shares(value) if isinstance(value, PhaseSeconds) else {}
-        if mark.title:
-            cells.append(Cell(mark.text(value), "bad" if is_bad else "", shares=shares))
+        cells.append(Cell(text, "bad" if is_bad else style, shares=shares))
     return cells
 
 
-def _shares(spent: PhaseSeconds) -> dict[str, float]:
-    shares = {"compute": spent.compute, "wait": spent.wait, "exchange": spent.comm + spent.outer}
-    return {name: seconds / (spent.total or 1.0) for name, seconds in shares.items()}
-
-
-# -- the tables ------------------------------------------------------------------------------------
-
-
-def peers(snapshot: Snapshot) -> Table:
-    """Return what each peer does."""
-    names = snapshot.names()
-    rows: list[Row] = [
-        [
-            *(names[row.peer_id], row.peer_id[-SHORT:]),
-            Cell(("" if row.trains else "host ") + row.state, row.state),
-            row.device or "-",
-            f"{row.inner_step}/{row.target_steps}" if row.target_steps else "-",
-            *cells_of(row, PeerRow),
-        ]
-        for row in snapshot.peers
-    ]
-    ways = Counter(row.bulk for row in snapshot.peers if row.bulk)
+def tables(seen: Snapshot, most: int = MANY) -> dict[str, Table]:
+    """Return what there is to show, by name; at most so many rounds, and events."""
+    ways = Counter(row.bulk for row in seen.peers if row.bulk)
     bulk = ", ".join(f"{number} {way}" for way, number in sorted(ways.items(), reverse=True))
-    from_ = names.get(snapshot.run.answered_by, "there")
-    title = f"peers  (bulk bytes from {from_}: {bulk})" if bulk else "peers"
-    columns = ["<peer", "<----id", "<state", "<----device", "-step", *columns_of(PeerRow)]
-    return Table("peers", title, columns, rows)
-
-
-def board(snapshot: Snapshot) -> Table:
-    """Return who gave how much, the most first; the sum of those that are not listed is last."""
-    names, given, hours = snapshot.names(), snapshot.ledger.contributions, snapshot.ledger.recent_s
-    total, recent = sum(row.tokens for row in given) or 1, sum(row.recent_tokens for row in given)
-    most = max((row.tokens for row in given if row.peer_id), default=1)
-
-    def cells(row: Standing) -> Row:
-        name = names.get(row.peer_id, "") if row.peer_id else row.name
-        share = Cell(f"{row.tokens / total:.1%}", shares={"part": min(1.0, row.tokens / most)})
-        lately = f"{row.recent_tokens / recent:.1%}" if recent else "-"
-        return [name, row.device or "-", share, lately, *cells_of(row, Standing)]
-
+    bulk = f"  (bulk bytes from {seen.names().get(seen.run.answered_by, 'there')}: {bulk})"
+    given, hours = seen.ledger.contributions, seen.ledger.recent_s / 3600
+    # the sum of those that are not listed is last
     ranked = sorted(given, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
-    lately = f"last {hours / 3600:.0f} h" if hours >= 3600 else f"last {hours / 60:.0f} min"
-    columns = ["<peer", "<device", "share", lately, *columns_of(Standing)]
-    return Table("given", "who gave how much", columns, [cells(row) for row in ranked])
-
-
-def rounds(snapshot: Snapshot, most: int = MANY) -> Table:
-    """Return the newest versions of the control fragment; the JSON has those of all."""
-    rows = list[Row]()
-    for row in [row for row in snapshot.rounds if row.fragment == 0][-most:][::-1]:
-        seconds: Row = ["-"] * 3
-        if row.seconds is not None:
-            compute_s, wait_s, *exchange_s = astuple(row.seconds)
-            seconds = [f"{value:.1f} s" for value in (compute_s, wait_s, sum(exchange_s))]
-        missing = "few" if row.merged < row.participating else ""
-        merged = Cell(f"{row.merged} of {row.participating}", missing)
-        ago = f"{human_seconds(max(0.0, snapshot.run.at - row.closed_at))} ago"
-        rows.append([str(row.version), str(row.live), merged, str(row.staleness), *seconds, ago])
-    columns = "version live merged -staleness compute wait -exchange closed".split()
-    return Table("rounds", "rounds", columns, rows)
-
-
-def fragments(snapshot: Snapshot) -> Table:
-    """Return the tip of each fragment, and its author."""
-    names = snapshot.names()
-    rows: list[Row] = [
-        [
-            *(str(row.fragment), str(row.version), human_count(row.work), row.id[:8]),
-            Cell(row.state, row.state),
-            names.get(row.author, row.author[-SHORT:]) if row.author else Cell("nobody", "bad"),
-            str(row.here),
-        ]
-        for row in snapshot.fragments
+    control = [row for row in seen.rounds if row.fragment == 0]
+    kinds: list[tuple[str, str, Any, Sequence[Any]]] = [
+        ("peers", bulk if ways else "", schema.PeerRow, seen.peers),
+        ("fragments", "", schema.FragmentRow, seen.fragments),
+        ("rounds", "", schema.Round, control[-most:][::-1]),
+        ("board", f"  (lately: in the last {hours:.1f} h)", schema.Standing, ranked),
+        ("events", "", schema.LoggedEvent, seen.events[-most:][::-1]),
     ]
-    columns = "fragment version -tokens <--id <state <author -here".split()
-    return Table("fragments", "fragments", columns, rows)
-
-
-def events(snapshot: Snapshot, most: int = MANY) -> Table:
-    """Return the newest events."""
-    rows = list[Row]()
-    for event in snapshot.events[-most:][::-1]:
-        text = event.text
-        for peer, name in snapshot.names().items():
-            text = text.replace(peer, name)
-        ago = f"{human_seconds(max(0.0, snapshot.run.at - event.at))} ago"
-        rows.append([ago, event.kind, text])
-    return Table("events", "events", ["when", "<event", "<text"], rows)
-
-
-def samples(snapshot: Snapshot) -> Table:
-    """Return what the model writes."""
-    rows: list[Row] = [
-        [str(version), Cell(text, bold=prompt)] for version, prompt, text in snapshot.samples
-    ]
-    return Table("samples", "what the model writes", ["version", "<text"], rows)
+    return {
+        name: Table(
+            name, name + more, columns_of(kind), [cells_of(row, kind, seen) for row in rows]
+        )
+        for name, more, kind, rows in kinds
+    }
 
 
 def figures(snapshot: Snapshot) -> dict[str, str]:
@@ -201,14 +140,16 @@ def figures(snapshot: Snapshot) -> dict[str, str]:
 
 def page(snapshot: Snapshot) -> dict[str, Any]:
     """Return all that the page shows."""
-    run, tables = snapshot.run, (peers, board, rounds, fragments, events, samples)
+    run = snapshot.run
+    rows: list[Row] = [[str(at), Cell(text, bold=prompt)] for at, prompt, text in snapshot.samples]
+    samples = Table("samples", "what the model writes", ["version", "<text"], rows)
     seen_by = snapshot.names().get(run.answered_by, "")
     return {
         "run": run.run_id,
         "what": f"{run.model or 'model unnamed'}, {run.mode}, as {seen_by} sees it",
         "trend": trend(snapshot),
         "figures": figures(snapshot),
-        "tables": [asdict(table(snapshot)) for table in tables],
+        "tables": [asdict(table) for table in (*tables(snapshot).values(), samples)],
         "loss": _points(snapshot.loss),
         "held_out": _points(snapshot.held_out),
     }
@@ -237,13 +178,14 @@ def render(
         first, last = f"loss {losses[0]:.3f} ", f" {losses[-1]:.3f}"
         bars = sparkline(losses, width - len(first) - len(last))
         loss = Text.assemble(first, (bars, "cyan"), last, "\n", trend(snapshot))
-    parts: list[RenderableType] = [head, loss, drawn(peers(snapshot), width, rows)]
-    parts += [drawn(fragments(snapshot), width, rows)]
-    parts += [drawn(rounds(snapshot, FEW), width)] if snapshot.rounds else []
-    parts += [Text.assemble(("ledger", "bold"), *fates, "  tokens")]
-    parts += [drawn(board(snapshot), width, rows)]
-    parts += [drawn(events(snapshot, FEW), width)] if snapshot.events else []
-    return Group(*(item for part in parts for item in (part, Text())))
+    total = Text.assemble(("ledger", "bold"), *fates, "  tokens")
+    parts = {
+        name: drawn(table, width, rows)
+        for name, table in tables(snapshot, FEW).items()
+        if table.rows
+    }
+    everything = [head, loss, total, *parts.values()]
+    return Group(*(item for part in everything for item in (part, Text())))
 
 
 def drawn(table: Table, width: int, limit: int = 1000) -> RichTable:

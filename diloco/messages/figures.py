@@ -21,6 +21,11 @@ UNITS: dict[str, Callable[[Any], str]] = {  # how a value of a unit is written
     "steps/s": lambda pace: f"{pace:.2f}" if pace else "-",
     "s": "{:.0f} s".format,
     "days": lambda seconds: f"{seconds / 86_400:.1f}",
+    "text": lambda text: text or "-",
+    "id": lambda name: name[:8],
+    "spent": lambda spent: (
+        f"{spent.compute:.1f}, {spent.wait:.1f}, {spent.comm + spent.outer:.1f} s"
+    ),
     "busy": lambda seconds: f"{seconds.utilization:.0%}" if seconds.total else "-",
 }
 
@@ -34,8 +39,9 @@ class Shown:
         unit: a key of `UNITS`, or any other, which is written behind the number.
         meaning: for Prometheus; without one it is no gauge.
         rank: columns of a higher one go first where there is no room; 0 stays.
-        adds: the sum over the peers is a figure of the swarm.
+        adds: the sum over the peers, of a gauge, is a figure of the swarm.
         limit: a value above is marked as bad.
+        first: its column stands before the others.
     """
 
     title: str = ""
@@ -44,30 +50,32 @@ class Shown:
     rank: int = 0
     adds: bool = True
     limit: float = float("inf")
+    first: bool = False
 
     def text(self, value: Any) -> str:
         """Format a value; "-" if it is not known."""
         if value is None:
             return "-"
-        return UNITS[self.unit](value) if self.unit in UNITS else f"{human_count(value)}{self.unit}"
+        return UNITS[self.unit](value) if self.unit in UNITS else f"{value}{self.unit}"
 
 
 @cache
 def shown(kind: Any) -> Mapping[str, Shown]:
-    """Return the fields of a schema that declare how they are shown, in their order."""
+    """Return the fields of a schema that declare how they are shown, in the order of columns."""
     hints = get_type_hints(kind, include_extras=True)
     marks = {name: getattr(hints[name], "__metadata__", ()) for name in kind.__struct_fields__}
-    return {name: mark for name in marks for mark in marks[name] if isinstance(mark, Shown)}
+    known = [(name, mark) for name in marks for mark in marks[name] if isinstance(mark, Shown)]
+    return dict(sorted(known, key=lambda item: not item[1].first))
 
 
 def together(peers: Iterable[Any], kind: Any) -> dict[str, float]:
-    """Return the sums of a schema's figures over those peers that know them."""
-    rows = list(filter(None, peers))
-    known = {name: [getattr(row, name) for row in rows] for name in shown(kind)}
-    known = {name: [value for value in known[name] if value is not None] for name in known}
-    return {
-        name: sum(known[name]) for name, mark in shown(kind).items() if mark.adds and known[name]
-    }
+    """Return the sums of those gauges of a schema that add, over the peers that know them."""
+    rows, sums = list(filter(None, peers)), dict[str, float]()
+    for name, mark in shown(kind).items():
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        if mark.meaning and mark.adds and known:
+            sums[name] = sum(known)
+    return sums
 
 
 class PeerFigures(Struct, frozen=True):

@@ -83,14 +83,17 @@ class RunInfo(_Row, frozen=True):
 class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
     """A peer's last status. authors: may make versions. seconds: of its last round."""
 
-    peer_id: fields.Name
+    peer_id: Annotated[fields.Name, Shown("peer", "peer", first=True)]
     name: fields.Name
-    state: Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
+    state: Annotated[
+        Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"],
+        Shown("state", "state", first=True),
+    ]
     trains: bool
     authors: bool
-    device: fields.Name
+    device: Annotated[fields.Name, Shown("device", "text", rank=4, first=True)]
     version: fields.Count
-    inner_step: fields.Count
+    inner_step: Annotated[fields.Count, Shown("step", "step", rank=1, adds=False, first=True)]
     target_steps: fields.Count
     seconds: Annotated[PhaseSeconds | None, Shown("busy", "busy", adds=False)]
     version_lag: Annotated[
@@ -111,33 +114,40 @@ class FragmentRow(_Row, frozen=True):
     """The tip that this peer has. following: `author` is another peer; collecting: this one; alone:
     none. fetching: others have more. settling: this peer has just come, and listens first."""
 
-    fragment: fields.Index
-    version: fields.Count
-    work: fields.Tokens
-    id: fields.Name
+    fragment: Annotated[fields.Index, Shown("fragment")]
+    version: Annotated[fields.Count, Shown("version")]
+    work: Annotated[fields.Tokens, Shown("tokens", "tokens", rank=1)]
+    id: Annotated[fields.Name, Shown("id", "id", rank=2)]
     next: fields.Name  # the author that it names
-    author: fields.Name | None  # the present author
-    here: fields.Count  # contributions
-    state: Literal["following", "collecting", "fetching", "settling", "alone"]
+    author: Annotated[fields.Name | None, Shown("author", "peer")]  # the present author
+    here: Annotated[fields.Count, Shown("here", rank=1)]  # contributions
+    state: Annotated[
+        Literal["following", "collecting", "fetching", "settling", "alone"],
+        Shown("state", "state"),
+    ]
 
 
 class Round(_Row, frozen=True):
     """A version: how many peers were connected, trained and were merged when it came."""
 
     fragment: fields.Index
-    version: fields.Count
-    live: fields.Count
-    participating: fields.Count
-    merged: fields.Count
-    staleness: fields.Count  # of its oldest base, in versions
-    seconds: PhaseSeconds | None  # of the peers' rounds, on average
-    closed_at: Unix
+    version: Annotated[fields.Count, Shown("version")]
+    live: Annotated[fields.Count, Shown("live")]
+    participating: Annotated[fields.Count, Shown("training")]
+    merged: Annotated[fields.Count, Shown("merged")]
+    staleness: Annotated[
+        fields.Count, Shown("staleness", rank=1)
+    ]  # of its oldest base, in versions
+    seconds: Annotated[  # of the peers' rounds, on average
+        PhaseSeconds | None, Shown("compute, wait, exchange", "spent")
+    ]
+    closed_at: Annotated[Unix, Shown("closed", "time")]
 
 
 class Contributor(_Row, frozen=True):
     """A line of the public record: a peer's part in the control fragment; "" is many peers."""
 
-    peer_id: fields.Name
+    peer_id: Annotated[fields.Name, Shown("peer", "peer", first=True)]
     name: fields.Name
     outer_steps: Annotated[fields.Count, Shown("steps", rank=1)]
     tokens: Annotated[fields.Tokens, Shown("tokens", "tokens")]
@@ -152,8 +162,8 @@ class Standing(Contributor, frozen=True):
     recent_tokens: in the last `LedgerTotals.recent_s`. trained_s: as the peer said last.
     """
 
-    device: fields.Name = ""
-    recent_tokens: fields.Tokens = 0
+    device: Annotated[fields.Name, Shown("device", "text", first=True)] = ""
+    recent_tokens: Annotated[fields.Tokens, Shown("lately", "share", first=True)] = 0
     trained_s: Annotated[fields.Seconds | None, Shown("days", "days")] = None
 
 
@@ -189,9 +199,9 @@ class LossPoint(_Row, frozen=True):
 class LoggedEvent(_Row, frozen=True):
     """A line of the answering peer's event log."""
 
-    at: Unix
-    kind: fields.Name
-    text: Text
+    at: Annotated[Unix, Shown("when", "time")]
+    kind: Annotated[fields.Name, Shown("event", "text")]
+    text: Annotated[Text, Shown("text", "event")]
 
 
 class Snapshot(_Row, frozen=True):

@@ -13,9 +13,10 @@ from torch import nn
 from diloco.attach import devices
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config
+from diloco.messages.snapshot import Tokens
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import PeerStatus, Report
-from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens
+from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary
 from diloco.train.checkpoint import Sync
 
 REPORT_EVERY_S = 0.5

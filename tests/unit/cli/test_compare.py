@@ -12,9 +12,9 @@ import pytest
 import diloco
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.messages.snapshot import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds, Tokens
 from diloco.rundir.compare import Point, compare, read_run
-from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, write_summary
 from tests.support.command_line import Typed
 
 composed = lru_cache(maxsize=32)(lambda *overrides: compose(overrides))

@@ -129,7 +129,7 @@ def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = 
 
 
 def test_the_tables_fit_the_terminal_and_name_everything() -> None:
-    parts = ["peers\n", "fragments\n", "rounds\n", "ledger", "who gave how much\n", "events\n"]
+    parts = ["peers\n", "fragments\n", "rounds\n", "ledger", "board ", "events\n"]
     for width in (60, 80, 200):
         lines = shown(snapshot(5), width)
         text = "\n".join(lines)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.messages.snapshot import Contributor, PhaseSeconds
+from diloco.messages.snapshot import Contributor, PhaseSeconds, Tokens
 from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
@@ -184,7 +184,7 @@ def single(
     name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16
 ) -> summary.Summary:
     seconds, steps = PhaseSeconds(compute=3, wait=1), processed // 10
-    tokens, evaluation = summary.Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
+    tokens, evaluation = Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
     peer = summary.PeerSummary(
         peer_id=f"12D3{name}",
         name=name,
@@ -226,7 +226,7 @@ def test_merging_adds_what_peers_did() -> None:
     parts = [single("p0", 100, 170, 2.5, 15), single("p1", 80, 175, 2.4, 16)]
     parts.append(single("p2", 10, 0, None, 17))
     whole = summary.merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
-    assert whole.tokens == summary.Tokens(processed=190, applied=175, discarded=0, in_flight=15)
+    assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
     assert (whole.wall_s, whole.exit, whole.mode) == (11.0, 4, "diloco")
     assert whole.peers == [part.peers[0] for part in parts]

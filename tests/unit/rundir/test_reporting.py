@@ -11,11 +11,11 @@ import pytest
 
 from diloco.config import compose
 from diloco.messages.control import Figures
-from diloco.messages.snapshot import Contributor, PhaseSeconds
+from diloco.messages.snapshot import Contributor, PhaseSeconds, Tokens
 from diloco.rundir import reporting
 from diloco.rundir.events import EventKind
 from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report, Stage, read_report
-from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary
 from tests.support.places import PACKAGE
 
 PEER = PeerSummary(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import Any
@@ -63,13 +63,17 @@ def columns_of(kind: Any) -> list[str]:
     return [f"{'<' * (mark.unit in TEXTS)}{'-' * mark.rank}{mark.title}" for mark in marks]
 
 
-def cells_of(row: Any, kind: Any, seen: Snapshot | None = None) -> Row:
-    """Return the cells of these columns; of no row, those of what is not known."""
+def cells_of(
+    row: Any, kind: Any, at: float = 0.0, names: Mapping[str, str] | None = None, total: int = 0
+) -> Row:
+    """Return the cells of these columns; of no row, those of what is not known.
+
+    at: unix seconds now. names: of peers. total: of all shares.
+    """
     marks = [(name, mark) for name, mark in shown(kind).items() if mark.title]
-    names = {} if seen is None else seen.names()
-    cells: Row = []
+    names, cells = names or {}, list[Cell | str]()
     for name, mark in marks:
-        value = getattr(row, name, None)
+        value: Any = getattr(row, name, None)
         text, style, shares = mark.text(value), "", dict[str, float]()
         match mark.unit:
             case "peer":
@@ -79,10 +83,9 @@ def cells_of(row: Any, kind: Any, seen: Snapshot | None = None) -> Row:
                 text, style = f"{'' if getattr(row, 'trains', True) else 'host '}{value}", value
             case "step":
                 text = f"{value}/{row.target_steps}" if row.target_steps else "-"
-            case "time" if seen is not None:
-                text = f"{human_seconds(max(0.0, seen.run.at - value))} ago"
-            case "share" if seen is not None:
-                total = sum(getattr(each, name) for each in seen.ledger.contributions)
+            case "time":
+                text = f"{human_seconds(max(0.0, at - value))} ago"
+            case "share":
                 text = f"{value / total:.1%}" if total else "-"
                 shares = {"part": value / (total or 1)}
             case "event":
@@ -101,7 +104,7 @@ def tables(seen: Snapshot, most: int = MANY) -> dict[str, Table]:
     ways = Counter(row.bulk for row in seen.peers if row.bulk)
     bulk = ", ".join(f"{number} {way}" for way, number in sorted(ways.items(), reverse=True))
     bulk = f"  (bulk bytes from {seen.names().get(seen.run.answered_by, 'there')}: {bulk})"
-    given, hours = seen.ledger.contributions, seen.ledger.recent_s / 3600
+    given, lately = seen.ledger.contributions, human_seconds(seen.ledger.recent_s)
     # the sum of those that are not listed is last
     ranked = sorted(given, key=lambda row: (not row.peer_id, -row.tokens, row.peer_id))
     control = [row for row in seen.rounds if row.fragment == 0]
@@ -109,12 +112,14 @@ def tables(seen: Snapshot, most: int = MANY) -> dict[str, Table]:
         ("peers", bulk if ways else "", schema.PeerRow, seen.peers),
         ("fragments", "", schema.FragmentRow, seen.fragments),
         ("rounds", "", schema.Round, control[-most:][::-1]),
-        ("board", f"  (lately: in the last {hours:.1f} h)", schema.Standing, ranked),
+        ("board", f"  (lately: in the last {lately})", schema.Standing, ranked),
         ("events", "", schema.LoggedEvent, seen.events[-most:][::-1]),
     ]
+    recent = sum(row.recent_tokens for row in given)
+    known: Any = {"at": seen.run.at, "names": seen.names(), "total": recent}
     return {
         name: Table(
-            name, name + more, columns_of(kind), [cells_of(row, kind, seen) for row in rows]
+            name, name + more, columns_of(kind), [cells_of(row, kind, **known) for row in rows]
         )
         for name, more, kind, rows in kinds
     }
@@ -184,7 +189,7 @@ def render(
         for name, table in tables(snapshot, FEW).items()
         if table.rows
     }
-    everything = [head, loss, total, *parts.values()]
+    everything: list[RenderableType] = [head, loss, total, *parts.values()]
     return Group(*(item for part in everything for item in (part, Text())))
 
 

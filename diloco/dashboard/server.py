@@ -144,15 +144,15 @@ class _Request(BaseHTTPRequestHandler):
 def exposition(dashboard: Dashboard) -> str:
     """Return the text for Prometheus; if no peer answers, only `diloco_up` and the age change."""
     up, age_s, seen = float(dashboard.answers), dashboard.seen_s(), dashboard.snapshot
-    gauges = [
+    gauges: list[Gauge] = [
         ("up", "Whether a peer of the swarm answers", {"": up}),
         ("last_answer_seconds", "Seconds since a peer answered", {"": age_s}),
         *([] if seen is None else [*_swarm(seen), *_peers(seen)]),
     ]
     lines = list[str]()
     for name, text, values in gauges:
-        lines += [f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n"]
-        lines += [f"diloco_{name}{label} {float(value)}\n" for label, value in values.items()]
+        lines.append(f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n")
+        lines += (f"diloco_{name}{label} {float(value)}\n" for label, value in values.items())
     return "".join(lines)
 
 
@@ -161,39 +161,34 @@ def _label(**labels: str) -> str:
     return f"{{{','.join(quoted)}}}"
 
 
-def _labels(label: str, values: Mapping[Any, float]) -> dict[str, float]:
-    return {_label(**{label: name}): value for name, value in values.items()}
-
-
 def _swarm(seen: Snapshot) -> Iterator[Gauge]:
     """Yield name, meaning, and by label (`{name="value"}` or "") the values of each metric."""
+
+    def by(label: str, values: Any) -> dict[str, float]:
+        return {_label(**{label: name}): value for name, value in values.items()}
+
+    fates = {fate: getattr(seen.ledger, fate) for fate in FATES}
     yield "outer_steps", "Outer steps that every fragment has seen", {"": seen.run.version}
-    tokens = {fate: getattr(seen.ledger, fate) for fate in FATES}
-    yield "tokens", "Tokens by what became of them", _labels("fate", tokens)
-    states = Counter(row.state for row in seen.peers)
-    yield "peers", "Connected peers by state", _labels("state", states)
-    does = Counter(row.state for row in seen.fragments)
-    text = "Fragments by what the answering peer does about them"
-    yield "fragments", text, _labels("state", does)
+    yield "tokens", "Tokens by what became of them", by("fate", fates)
+    states = [Counter(row.state for row in rows) for rows in (seen.peers, seen.fragments)]
+    yield "peers", "Connected peers by state", by("state", states[0])
+    yield "fragments", "Fragments by what the answering peer does", by("state", states[1])
     if seen.loss:
-        text = "Mean training loss of the peers (nats per token)"
-        yield "loss", text, {"": seen.loss[-1].loss}
+        yield "loss", "Mean training loss of the peers (nats per token)", {"": seen.loss[-1].loss}
     if (newest := seen.newest_round()) is not None:
-        counts = {role: getattr(newest, role) for role in ("live", "participating", "merged")}
-        yield "round_peers", "Peers of the newest version", _labels("role", counts)
-        text = "Staleness of the oldest contribution in it"
-        yield "round_staleness", text, {"": newest.staleness}
+        roles = {role: getattr(newest, role) for role in ("live", "participating", "merged")}
+        yield "round_peers", "Peers of the newest version", by("role", roles)
+        yield "round_staleness", "Staleness of its oldest contribution", {"": newest.staleness}
         if newest.seconds is not None:
-            text = "Mean wall seconds of its round by phase"
-            yield "round_seconds", text, _labels("phase", asdict(newest.seconds))
+            phases = by("phase", asdict(newest.seconds))
+            yield "round_seconds", "Mean wall seconds of its round by phase", phases
 
 
 def _peers(seen: Snapshot) -> Iterator[Gauge]:
     names = seen.names()
     for name, mark in shown(PeerRow).items():
         known = [(row, value) for row in seen.peers if (value := getattr(row, name)) is not None]
-        name = re.sub("_per_s$", "_per_second", name)
-        name = re.sub("_s$", "_seconds", name)
+        name = re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
         if mark.meaning:
             labels = [_label(peer=names[row.peer_id], peer_id=row.peer_id) for row, _ in known]
             values = (value for _, value in known)

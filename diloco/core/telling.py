@@ -89,7 +89,7 @@ class Telling:
                 core.act(Broadcast(status))
             if changed_tips:
                 core.told_head()
-            self._told_at = self._figures_at = core.now
+            self._told_at = core.now
             self._told_tips |= status.tips
             self._told_authors = hears
             self._told_flags = flags

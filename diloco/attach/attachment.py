@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from diloco.attach.devices import default_modes
-from diloco.attach.node_thread import NodeThread, Progress, RankLeases
+from diloco.attach.node_thread import Measured, NodeThread, Progress, RankLeases
 from diloco.attach.optimizer import ExchangeGuard, InnerStateTransfer, decay_of, kind_of, snapshot
 from diloco.attach.parameters import TrainedParams, is_sharded, restored_after
 from diloco.attach.program import Phase, Program, leave
@@ -32,7 +32,7 @@ from diloco.swarm.wire.malloc import trim_heap
 __all__ = ["Attachment"]
 
 
-class Attachment:
+class Attachment(Measured):
     """A model in step with the swarm.
 
     Attributes:
@@ -80,7 +80,7 @@ class Attachment:
         self._optimizer, self._options, self._program = optimizer, options, program
         self._hook: NotEntered | StepHooks = NotEntered(optimizer)
         self._guard = ExchangeGuard(parameters)
-        self._progress = Progress(phases, runtime.clock)
+        self.progress = Progress(phases, runtime.clock)
         self._inner_state = InnerStateTransfer(optimizer, parameters, ranks, program.on_event)
         self.counted_tokens = self._sequences_per_round = 0
 
@@ -212,7 +212,7 @@ class Attachment:
             self._inner_state.take_over_(state)
         self.parameters.remember()
         self.parameters.step_done()
-        self._progress.begin_run(self.steps)
+        self.progress.begin_run(self.steps)
 
     def _is_asked_to_stop(self) -> bool:
         return self.stop_asked is not None
@@ -278,13 +278,6 @@ class Attachment:
         """Add tokens of all ranks to the weight of the coming inner step (1 if never called)."""
         self.counted_tokens += tokens
 
-    def report(self, loss: float) -> None:
-        """Show watchers the mean loss of the last inner steps (nats per token)."""
-        self._progress.loss = loss
-        if self.node is not None:
-            own = self.tokens, self.discarded_tokens
-            self.node.measure(self._progress.figures(*own, *self.node.traffic))
-
     @default_modes
     def _before_step(self) -> None:
         self._guard.check_kept()
@@ -298,8 +291,8 @@ class Attachment:
         self.steps += 1
         self.tokens += tokens
         self.exchanged = False
-        self._progress.measure(self.steps)
-        pace, prepare = self._progress.steps_per_s, self._prepare
+        self.progress.measure(self.steps)
+        pace, prepare = self.progress.steps_per_s, self._prepare
         with self._program.exchanging():
             self._move_on(
                 self._of_rank0(lambda: self._door.after_step(tokens, pace, prepare), prepare)
@@ -327,11 +320,11 @@ class Attachment:
             self.phases.move("comm", "wait", position.wait_s)
             self.phases.move("comm", "outer", position.outer_s)
             self._program.on_exchange()
-            self._progress.restart(self.steps)
+            self.progress.restart(self.steps)
         ended, self._round_version = self.version > self._round_version, self.version
         if ended:
-            self._progress.end_round()
-            self.report(self._progress.loss)
+            self.progress.end_round()
+            self.report()
             rounds = 0 if self.node is None else self.node.planned_rounds
             if rounds and self.version == rounds + 1:
                 self._program.on_event("rounds_over", {"rounds": rounds, "version": self.version})
@@ -388,9 +381,9 @@ class Attachment:
             # the swarm may have gone on meanwhile; several ranks hear of it after their next step
             catches_up = before is Phase.TRAINING and self.ranks.size == 1 and not self.interrupted
             if node is not None:
-                pace = self._progress.steps_per_s
+                pace = self.progress.steps_per_s
                 with self._exchange:
                     position = node.resume(catches_up, pace, self._prepare)
                 if catches_up and position.exchanged:
                     self._move_on(position)
-            self._progress.restart(self.steps)
+            self.progress.restart(self.steps)

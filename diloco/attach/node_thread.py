@@ -235,14 +235,18 @@ class RankLeases:
 
 
 class Progress:
-    """Training speed of a peer, and the phases of its rounds, as shown to the swarm.
+    """Training speed of a peer, the phases of its rounds, and what its loop measured.
 
-    `steps_per_s` are inner steps per second since the last exchange, without the time of
-    exchanges; other peers plan with it.
+    Attributes:
+        steps_per_s: inner steps per second since the last exchange, without the time of exchanges;
+            other peers plan with it.
+        measured: by the names of `Figures`, what the loop reported last.
+        earlier_traffic: bytes sent and received in sessions before this one.
     """
 
     def __init__(self, phases: PhaseTimer, clock: Callable[[], float]) -> None:
-        self.steps_per_s = self.loss = 0.0
+        self.steps_per_s, self.measured = 0.0, dict[str, float | None]()
+        self.earlier_traffic: Sequence[int] = (0, 0)
         self._rounds, self._seconds = 0, list[float]()  # of the last round, as in `PHASES`
         self._phases, self._clock = phases, clock
         self._began = (0, 0.0)  # inner steps and time when parameters were loaded last
@@ -268,10 +272,38 @@ class Progress:
         self._rounds, self._round_began = self._rounds + 1, now
         self._seconds = [max(0.0, spent) for spent in astuple(now - began)]
 
-    def figures(self, tokens: int, discarded: int, sent: int, received: int) -> Figures:
-        """Return the figures for watchers; `sent` and `received` are bytes."""
-        tokens = fields.at_most(tokens, fields.MAX_TOKENS)
-        discarded = fields.at_most(discarded, fields.MAX_TOKENS)
-        seconds = [fields.within_bounds(spent, fields.MAX_SECONDS) for spent in self._seconds]
-        loss = fields.within_bounds(self.loss, fields.MAX_LOSS)
-        return Figures(tokens, discarded, loss, sent, received, self._rounds, seconds)
+    def figures(self, tokens: int, discarded: int, traffic: Sequence[int]) -> Figures:
+        """Return the peer's figures; `traffic` is bytes sent and received in this session."""
+        sent, received = (sum(both) for both in zip(self.earlier_traffic, traffic, strict=True))
+        return fields.bounded(
+            Figures,
+            tokens=tokens,
+            discarded=discarded,
+            bytes_sent=sent,
+            bytes_received=received,
+            rounds=self._rounds,
+            seconds=self._seconds,
+            trained_s=self._phases.seconds().total,
+            **self.measured,
+        )
+
+
+class Measured:
+    """The base of what counts a peer's steps: it makes the figures of the peer."""
+
+    node: NodeThread | None
+    progress: Progress
+    tokens: int
+    discarded_tokens: int
+
+    def report(self, loss: float | None = None, **measured: float | None) -> None:
+        """Show watchers the mean loss of the last inner steps (nats per token), and other figures
+        by their names in `Figures`."""
+        self.progress.measured |= measured if loss is None else {"loss": loss, **measured}
+        if self.node is not None and not self.node.closed:
+            self.node.measure(self.figures())
+
+    def figures(self) -> Figures:
+        """Return what this peer did, as every display shows it."""
+        traffic = (0, 0) if self.node is None else self.node.traffic
+        return self.progress.figures(self.tokens, self.discarded_tokens, traffic)

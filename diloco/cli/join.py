@@ -104,9 +104,9 @@ def _shown(view: LiveView) -> Listener:
             is_state = message.stage == "state"
             done = f"{human_bytes(message.received)} {'received' if is_state else 'tokenised'}"
             view.stage(message.stage, done if is_state or message.wanted else "")
-        elif isinstance(message, PeerStatus) and not arrived:
+        elif isinstance(message, PeerStatus) and message.figures and not arrived:
             if message.state not in ("", "starting", "waiting"):
-                lost, discarded = (message.discarded or 0) > discarded, message.discarded or 0
+                lost, discarded = message.figures.discarded > discarded, message.figures.discarded
                 arrived = message.exchanged and not lost
                 step = f"in outer step {message.version}"
                 view.stage("first contribution", step if arrived else "")

@@ -23,7 +23,7 @@ class Telling:
         self.figures = Figures()
         self._core = core
         self._addresses = addresses
-        self._told_at = core.now
+        self._told_at = self._figures_at = core.now
         self._told_tips = {f.index: f.tip.key for f in core.fragments}
         self._told_authors: frozenset[str] = frozenset()
         self._told_units = NONE
@@ -81,7 +81,10 @@ class Telling:
         # few need it, and rarely
         hears_other = hears != self._told_authors
         if news or beats or (hears_other and core.now >= self._told_at + HEARS_S):
-            status = self.status(whole=False, figures=self.figures if beats else None)
+            # news may come more often than heartbeats, for as long as the run lasts
+            is_due = core.now >= self._figures_at + core.members.beat_s(core.settings.heartbeat_s)
+            self._figures_at = core.now if is_due else self._figures_at
+            status = self.status(whole=False, figures=self.figures if is_due else None)
             if len(core.members):
                 core.act(Broadcast(status))
             if changed_tips:

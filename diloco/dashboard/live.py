@@ -11,26 +11,16 @@ from contextlib import contextmanager
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from diloco.config import Config
+from diloco.dashboard.tables import Cell, Row, Table, cells_of, columns_of, drawn
+from diloco.messages.control import Figures
+from diloco.messages.figures import shown, together
 from diloco.process import outlast_terminal
 from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of, who_can_join
-from diloco.text import counted, human_bytes, human_count, human_seconds, plain
-
-STATE_STYLES = {
-    "starting": "dim",
-    "left": "dim",
-    "training": "green",
-    "exchanging": "cyan",
-    "evaluating": "magenta",
-    "waiting": "yellow",
-    "leaving": "yellow",
-    "done": "bold green",
-    "failed": "bold red",
-    "killed": "bold red",
-}
+from diloco.text import counted, human_seconds, plain
 
 
 class LiveView:
@@ -114,19 +104,21 @@ class LiveView:
         under_way = [Text(": ".join(filter(None, self._stage)))] if self._stage[0] else []
         if not rows:
             return Group(*under_way)
-        table = Table(box=None, padding=(0, 1), pad_edge=False)
-        table.add_column("peer", min_width=4)
-        table.add_column("state", min_width=6)
-        for name in ("version", "step", "loss", "held-out", "tok/s", "sent", "received"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in rows:
-            step = "-" if row.inner_step is None else str(row.inner_step)
-            state = Text(plain(row.state), style=STATE_STYLES.get(row.state, ""))
-            losses = ("-" if loss is None else f"{loss:.2f}" for loss in (row.loss, row.eval_loss))
-            cells = (self._lines.step_of(row), step, *losses, *_rates([row]))
-            table.add_row(Text(plain(row.peer)), state, *cells)
+        cells: list[Row] = [
+            [
+                *(plain(row.peer), Cell(plain(row.state), row.state), self._lines.step_of(row)),
+                *("-" if row.inner_step is None else str(row.inner_step),),
+                *cells_of(row.figures, Figures),
+            ]
+            for row in rows
+        ]
         if len(rows) > 1:
-            table.add_row("together", *[""] * 5, *_rates(rows), style="dim")
+            sums = together((row.figures for row in rows), Figures)
+            marks = [(name, mark) for name, mark in shown(Figures).items() if mark.title]
+            sum_cells = (mark.text(sums[name]) if name in sums else "" for name, mark in marks)
+            cells.append(["together", "", "", "", *sum_cells])
+        columns = ["<peer", "<state", "version", "step", *columns_of(Figures)]
+        table = drawn(Table("", "", columns, cells), self._console.width)
         return Group(Text(self.title), self._progress(rows), table, *under_way)
 
     def _progress(self, rows: Sequence[PeerStatus]) -> RenderableType:
@@ -135,7 +127,7 @@ class LiveView:
         done = max((row.version or 0 for row in rows), default=0)
         peers = max((row.peers or 0 for row in rows), default=0)
         merged = merged_of(max(rows, key=lambda row: row.version or 0)).strip()
-        grid = Table.grid(padding=(0, 1))
+        grid = Grid.grid(padding=(0, 1))
         grid.add_row(
             "outer steps",
             *([ProgressBar(total=total, completed=done, width=16)] if total else []),
@@ -158,17 +150,6 @@ class LiveView:
             return "-"
         each_s = (self._lines.clock() - since) / (done - version)
         return human_seconds(each_s * (total - done))
-
-
-def _rates(rows: Sequence[PeerStatus]) -> list[str]:
-    """Sum tokens per second, bytes sent and bytes received of these peers, where known."""
-
-    def total(name: str) -> float | None:
-        known = [value for row in rows if (value := getattr(row, name)) is not None]
-        return sum(known) if known else None
-
-    sent, received = human_bytes(total("bytes_sent")), human_bytes(total("bytes_received"))
-    return [human_count(total("tokens_per_s")), sent, received]
 
 
 class Stderr(logging.Handler):

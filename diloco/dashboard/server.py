@@ -1,4 +1,5 @@
-"""Serves `page.html`, `GET /api/state` (the newest snapshot) and `GET /metrics` (Prometheus)."""
+"""Serves `page.html` and its content `GET /api/page`, `GET /api/state` (the newest snapshot) and
+`GET /metrics` (Prometheus)."""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
+from typing import Any
 from urllib.parse import urlsplit
 
+from diloco.dashboard import tables
 from diloco.errors import DilocoError
-from diloco.messages.snapshot import Snapshot
+from diloco.messages.figures import shown
+from diloco.messages.snapshot import FATES, PeerRow, Snapshot
 from diloco.swarm.client.watch import SwarmWatcher
 
 logger = logging.getLogger(__name__)
+
+Gauge = tuple[str, str, Mapping[str, float]]
 
 EVERY_S = 1.0
 PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -39,14 +45,6 @@ HEADERS = {  # the page's own script only, nothing from elsewhere, and in no fra
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
-}
-PEER_METRICS = {  # name of the metric: field, meaning
-    "steps_per_second": ("steps_per_s", "Inner steps per second"),
-    "tokens": ("tokens", "Tokens processed"),
-    "version_lag": ("version_lag", "Outer steps behind the swarm"),
-    "bytes_sent": ("bytes_sent", "Bytes sent"),
-    "bytes_received": ("bytes_received", "Bytes received"),
-    "last_seen_seconds": ("last_seen_s", "Seconds since its last word"),
 }
 
 
@@ -108,11 +106,12 @@ class Dashboard(ThreadingTCPServer):
             return 200, "text/html; charset=utf-8", PAGE
         if path == "/metrics":
             return 200, "text/plain; version=0.0.4; charset=utf-8", exposition(self).encode()
-        if path != "/api/state":
-            return 404, "text/plain", b"there are /, /api/state and /metrics\n"
-        if self.snapshot is None:
+        if path not in ("/api/state", "/api/page"):
+            return 404, "text/plain", b"there are /, /api/page, /api/state and /metrics\n"
+        if (seen := self.snapshot) is None:
             return 503, "application/json", b'{"error": "nobody has answered yet"}'
-        return 200, "application/json", self.snapshot.json()
+        content = seen.json() if path == "/api/state" else json.dumps(tables.page(seen)).encode()
+        return 200, "application/json", content
 
     def _is_own(self, host: str) -> bool:
         try:
@@ -144,20 +143,17 @@ class _Request(BaseHTTPRequestHandler):
 
 def exposition(dashboard: Dashboard) -> str:
     """Return the text for Prometheus; if no peer answers, only `diloco_up` and the age change."""
-    up, age_s, snapshot = float(dashboard.answers), dashboard.seen_s(), dashboard.snapshot
-    gauges = [
-        _gauge("up", "Whether a peer of the swarm answers", {"": up}),
-        _gauge("last_answer_seconds", "Seconds since a peer answered", {"": age_s}),
+    up, age_s, seen = float(dashboard.answers), dashboard.seen_s(), dashboard.snapshot
+    gauges: list[Gauge] = [
+        ("up", "Whether a peer of the swarm answers", {"": up}),
+        ("last_answer_seconds", "Seconds since a peer answered", {"": age_s}),
+        *([] if seen is None else [*_swarm(seen), *_peers(seen)]),
     ]
-    if snapshot is not None:
-        gauges += [*_swarm(snapshot), *_rounds(snapshot), *_peers(snapshot)]
-    return "".join(gauges)
-
-
-def _gauge(name: str, text: str, values: Mapping[str, float]) -> str:
-    """Format a metric with a value for each label, which is `{name="value"}` or ""."""
-    lines = [f"diloco_{name}{label} {float(value)}\n" for label, value in values.items()]
-    return "".join([f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n", *lines])
+    lines = list[str]()
+    for name, text, values in gauges:
+        lines.append(f"# HELP diloco_{name} {text}\n# TYPE diloco_{name} gauge\n")
+        lines += (f"diloco_{name}{label} {float(value)}\n" for label, value in values.items())
+    return "".join(lines)
 
 
 def _label(**labels: str) -> str:
@@ -165,39 +161,35 @@ def _label(**labels: str) -> str:
     return f"{{{','.join(quoted)}}}"
 
 
-def _swarm(snapshot: Snapshot) -> Iterator[str]:
-    ledger = snapshot.ledger
-    version = {"": snapshot.run.version}
-    yield _gauge("outer_steps", "Outer steps that every fragment has seen", version)
-    fates = ("processed", "applied", "discarded", "in_flight")
-    tokens = {_label(fate=name): getattr(ledger, name) for name in fates}
-    yield _gauge("tokens", "Tokens by what became of them", tokens)
-    states = Counter(_label(state=row.state) for row in snapshot.peers)
-    yield _gauge("peers", "Connected peers by state", states)
-    states = Counter(_label(state=row.state) for row in snapshot.fragments)
-    yield _gauge("fragments", "Fragments by what the answering peer does about them", states)
-    if snapshot.loss:
-        loss = {"": snapshot.loss[-1].loss}
-        yield _gauge("loss", "Mean training loss of the peers (nats per token)", loss)
+def _swarm(seen: Snapshot) -> Iterator[Gauge]:
+    """Yield name, meaning, and by label (`{name="value"}` or "") the values of each metric."""
+
+    def by(label: str, values: Any) -> dict[str, float]:
+        return {_label(**{label: name}): value for name, value in values.items()}
+
+    fates = {fate: getattr(seen.ledger, fate) for fate in FATES}
+    yield "outer_steps", "Outer steps that every fragment has seen", {"": seen.run.version}
+    yield "tokens", "Tokens by what became of them", by("fate", fates)
+    states = [Counter(row.state for row in rows) for rows in (seen.peers, seen.fragments)]
+    yield "peers", "Connected peers by state", by("state", states[0])
+    yield "fragments", "Fragments by what the answering peer does", by("state", states[1])
+    if seen.loss:
+        yield "loss", "Mean training loss of the peers (nats per token)", {"": seen.loss[-1].loss}
+    if (newest := seen.newest_round()) is not None:
+        roles = {role: getattr(newest, role) for role in ("live", "participating", "merged")}
+        yield "round_peers", "Peers of the newest version", by("role", roles)
+        yield "round_staleness", "Staleness of its oldest contribution", {"": newest.staleness}
+        if newest.seconds is not None:
+            phases = by("phase", asdict(newest.seconds))
+            yield "round_seconds", "Mean wall seconds of its round by phase", phases
 
 
-def _rounds(snapshot: Snapshot) -> Iterator[str]:
-    newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
-    if newest is None:
-        return
-    roles = ("live", "participating", "merged")
-    counts = {_label(role=name): getattr(newest, name) for name in roles}
-    yield _gauge("round_peers", "Peers of the newest version", counts)
-    staleness = {"": newest.staleness}
-    yield _gauge("round_staleness", "Staleness of the oldest contribution in it", staleness)
-    if newest.seconds is not None:
-        phases = {_label(phase=name): value for name, value in asdict(newest.seconds).items()}
-        yield _gauge("round_seconds", "Mean wall seconds of its round by phase", phases)
-
-
-def _peers(snapshot: Snapshot) -> Iterator[str]:
-    names = snapshot.names()
-    labels = [_label(peer=names[row.peer_id], peer_id=row.peer_id) for row in snapshot.peers]
-    for name, (field, text) in PEER_METRICS.items():
-        values = [getattr(row, field) for row in snapshot.peers]
-        yield _gauge(f"peer_{name}", f"{text}, by peer", dict(zip(labels, values, strict=True)))
+def _peers(seen: Snapshot) -> Iterator[Gauge]:
+    names = seen.names()
+    for name, mark in shown(PeerRow).items():
+        known = [(row, value) for row in seen.peers if (value := getattr(row, name)) is not None]
+        name = re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
+        if mark.meaning:
+            labels = [_label(peer=names[row.peer_id], peer_id=row.peer_id) for row, _ in known]
+            values = (value for _, value in known)
+            yield f"peer_{name}", f"{mark.meaning}, by peer", dict(zip(labels, values, strict=True))

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from diloco.messages import fields
 from diloco.messages.base import EVERYBODY, MEMBERS, Message, Place
+from diloco.messages.figures import PeerFigures
 from diloco.messages.heads import Key, Line
 from diloco.protocol import MAX_CHARACTERS, MAX_REVOKED
 
@@ -41,22 +42,10 @@ class Revocations(Message, frozen=True, tag="revocations"):
     signature: Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
 
 
-class Figures(Message, frozen=True, tag="figures"):
-    """Figures of a peer that only watchers read.
+class Figures(PeerFigures, Message, frozen=True, tag="figures"):
+    """Figures that only watchers read; `seconds` are those of the last round, as in
+    `snapshot.PHASES`."""
 
-    Attributes:
-        tokens: processed in this run. discarded: of these, the ones that no version contains.
-        loss: mean of the last inner steps, in nats per token; 0 while there is no measurement.
-        bytes_sent, bytes_received: of this process, over all streams.
-        rounds: measured so far. seconds: of the last one, as in `snapshot.PHASES`.
-    """
-
-    tokens: fields.Tokens = 0
-    discarded: fields.Tokens = 0
-    loss: fields.Loss = 0.0
-    bytes_sent: fields.Bytes = 0
-    bytes_received: fields.Bytes = 0
-    rounds: fields.Count = 0
     seconds: Annotated[list[fields.Seconds], Meta(max_length=4)] = []
 
 

@@ -7,12 +7,15 @@ honest peer sends a message that its own schema refuses.
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.inspect import FloatType, IntType, ListType, UnionType, type_info
 from msgspec.structs import force_setattr
 
 from diloco.text import plain
+
+S = TypeVar("S", bound=Struct)
 
 MAX_COUNT = 2**40  # with a version in each millisecond a fragment gets there in 35 years
 MAX_TOKENS = 2**50  # a thousand times the tokens of the largest known runs; exact in a float
@@ -44,6 +47,7 @@ Stamp = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]  # milliseconds since 1970, or
 Delay = Annotated[int, Meta(ge=1, le=100_000)]  # contributions in a momentum window
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Rate = Annotated[float, Meta(ge=0, le=MAX_RATE)]  # 0 while there is no measurement
+Pace = Annotated[float, Meta(ge=0, le=MAX_TOKENS)]  # tokens per second
 Loss = Annotated[float, Meta(ge=0, le=MAX_LOSS)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Length = Annotated[float, Meta(ge=0, le=MAX_LENGTH)]
@@ -63,6 +67,27 @@ def at_most(number: int, limit: int = MAX_COUNT) -> int:
 def within_bounds(number: float, limit: float, least: float = 0.0) -> float:
     """Cut a measurement to `limit`; 0 (none) for one that is not finite, or below `least`."""
     return min(number, limit) if isfinite(number) and number >= least and number > 0 else 0.0
+
+
+def bounded(kind: type[S], **values: Any) -> S:
+    """Make a struct of computed numbers, each cut to the bounds of its field. Of a measurement that
+    is not finite, or 0, an optional field is None."""
+    info: Any = type_info(kind)
+    types = {field.name: field.type for field in info.fields}
+    return kind(**{name: _cut(value, types[name]) for name, value in values.items()})
+
+
+def _cut(value: Any, kind: Any) -> Any:
+    match kind:
+        case UnionType():
+            return None if value is None else _cut(value, kind.types[0]) or None
+        case ListType():
+            return [_cut(item, kind.item_type) for item in value]
+        case IntType():
+            return at_most(value, int(kind.le or MAX_COUNT))
+        case FloatType():
+            return within_bounds(value, kind.le or MAX_RATE)
+    return value
 
 
 def printable(message: Struct, *fields: str) -> None:

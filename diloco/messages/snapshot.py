@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from diloco.errors import PayloadError
 from diloco.messages import fields
+from diloco.messages.figures import PeerFigures, Shown
 from diloco.text import plain
 
 SHORT = 6  # last characters of a peer id; all ids begin alike
@@ -79,26 +80,32 @@ class RunInfo(_Row, frozen=True):
     answered_by: fields.Name
 
 
-class PeerRow(_Row, frozen=True):
+class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
     """A peer's last status. authors: may make versions. seconds: of its last round."""
 
-    peer_id: fields.Name
+    peer_id: Annotated[fields.Name, Shown("peer", "peer", first=True)]
     name: fields.Name
-    state: Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
+    state: Annotated[
+        Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"],
+        Shown("state", "state", first=True),
+    ]
     trains: bool
     authors: bool
-    device: fields.Name
+    device: Annotated[fields.Name, Shown("device", "text", rank=4, first=True)]
     version: fields.Count
-    version_lag: fields.Count
-    inner_step: fields.Count
+    inner_step: Annotated[fields.Count, Shown("step", "step", rank=1, adds=False, first=True)]
     target_steps: fields.Count
-    steps_per_s: fields.Rate
-    tokens: fields.Tokens
-    loss: fields.Loss | None
-    bytes_sent: fields.Bytes
-    bytes_received: fields.Bytes
-    last_seen_s: fields.Seconds
-    seconds: PhaseSeconds | None
+    seconds: Annotated[PhaseSeconds | None, Shown("busy", "busy", adds=False)]
+    version_lag: Annotated[
+        fields.Count, Shown("lag", "", "Outer steps behind the swarm", adds=False, limit=0)
+    ]
+    steps_per_s: Annotated[
+        fields.Rate, Shown("steps/s", "steps/s", "Inner steps per second", rank=3)
+    ]
+    last_seen_s: Annotated[
+        fields.Seconds,
+        Shown("seen", "s", "Seconds since its last word", adds=False, limit=5),
+    ]
     addresses: fields.Addresses
     bulk: fields.Name = ""  # how payload goes there from who answers: "direct", by the "daemon"
 
@@ -107,53 +114,80 @@ class FragmentRow(_Row, frozen=True):
     """The tip that this peer has. following: `author` is another peer; collecting: this one; alone:
     none. fetching: others have more. settling: this peer has just come, and listens first."""
 
-    fragment: fields.Index
-    version: fields.Count
-    work: fields.Tokens
-    id: fields.Name
+    fragment: Annotated[fields.Index, Shown("fragment")]
+    version: Annotated[fields.Count, Shown("version")]
+    work: Annotated[fields.Tokens, Shown("tokens", "tokens", rank=1)]
+    id: Annotated[fields.Name, Shown("id", "id", rank=2)]
     next: fields.Name  # the author that it names
-    author: fields.Name | None  # the present author
-    here: fields.Count  # contributions
-    state: Literal["following", "collecting", "fetching", "settling", "alone"]
+    author: Annotated[fields.Name | None, Shown("author", "peer")]  # the present author
+    here: Annotated[fields.Count, Shown("here", rank=1)]  # contributions
+    state: Annotated[
+        Literal["following", "collecting", "fetching", "settling", "alone"],
+        Shown("state", "state"),
+    ]
 
 
 class Round(_Row, frozen=True):
     """A version: how many peers were connected, trained and were merged when it came."""
 
     fragment: fields.Index
-    version: fields.Count
-    live: fields.Count
-    participating: fields.Count
-    merged: fields.Count
-    staleness: fields.Count  # of its oldest base, in versions
-    seconds: PhaseSeconds | None  # of the peers' rounds, on average
-    closed_at: Unix
+    version: Annotated[fields.Count, Shown("version")]
+    live: Annotated[fields.Count, Shown("live")]
+    participating: Annotated[fields.Count, Shown("training")]
+    merged: Annotated[fields.Count, Shown("merged")]
+    staleness: Annotated[
+        fields.Count, Shown("staleness", rank=1)
+    ]  # of its oldest base, in versions
+    seconds: Annotated[  # of the peers' rounds, on average
+        PhaseSeconds | None, Shown("compute, wait, exchange", "spent")
+    ]
+    closed_at: Annotated[Unix, Shown("closed", "time")]
 
 
 class Contributor(_Row, frozen=True):
     """A line of the public record: a peer's part in the control fragment; "" is many peers."""
 
-    peer_id: fields.Name
+    peer_id: Annotated[fields.Name, Shown("peer", "peer", first=True)]
     name: fields.Name
-    outer_steps: fields.Count
-    tokens: fields.Tokens
-    bytes: fields.Bytes  # of its payloads for all fragments
-    first_version: fields.Count
-    last_version: fields.Count
+    outer_steps: Annotated[fields.Count, Shown("steps", rank=1)]
+    tokens: Annotated[fields.Tokens, Shown("tokens", "tokens")]
+    bytes: Annotated[fields.Bytes, Shown("payload", "bytes", rank=2)]  # for all fragments
+    first_version: Annotated[fields.Count, Shown("first", rank=3)]
+    last_version: Annotated[fields.Count, Shown("last", rank=3)]
 
 
-class LedgerTotals(_Row, frozen=True):
-    """Tokens by their fate: processed = applied + discarded + in_flight."""
+class Standing(Contributor, frozen=True):
+    """A line of the board: that record, and what who answers knows of the peer besides.
 
-    processed: fields.Tokens
-    applied: fields.Tokens
-    discarded: fields.Tokens
-    in_flight: fields.Tokens
-    contributions: Annotated[list[Contributor], Meta(max_length=MAX_PEERS)]
+    recent_tokens: in the last `LedgerTotals.recent_s`. trained_s: as the peer said last.
+    """
+
+    device: Annotated[fields.Name, Shown("device", "text", first=True)] = ""
+    recent_tokens: Annotated[fields.Tokens, Shown("lately", "share", first=True)] = 0
+    trained_s: Annotated[fields.Seconds | None, Shown("days", "days")] = None
+
+
+class Tokens(_Row, frozen=True):
+    """Tokens that peers trained on, by their fate: processed = applied + discarded + in_flight."""
+
+    processed: fields.Tokens = 0
+    applied: fields.Tokens = 0
+    discarded: fields.Tokens = 0
+    in_flight: fields.Tokens = 0
+
+
+FATES = Tokens.__struct_fields__
+
+
+class LedgerTotals(Tokens, frozen=True):
+    """Tokens of the swarm, and who contributed how many."""
+
+    contributions: Annotated[list[Standing], Meta(max_length=MAX_PEERS)] = []
+    recent_s: fields.Seconds = 0.0  # at most a day; less where who answers is not here for so long
 
 
 class LossPoint(_Row, frozen=True):
-    """Training loss of the peers that train, in nats per token: mean, lowest and highest."""
+    """Losses of the peers, in nats per token: mean, lowest and highest."""
 
     at: Unix
     tokens: fields.Tokens
@@ -165,9 +199,9 @@ class LossPoint(_Row, frozen=True):
 class LoggedEvent(_Row, frozen=True):
     """A line of the answering peer's event log."""
 
-    at: Unix
-    kind: fields.Name
-    text: Text
+    at: Annotated[Unix, Shown("when", "time")]
+    kind: Annotated[fields.Name, Shown("event", "text")]
+    text: Annotated[Text, Shown("text", "event")]
 
 
 class Snapshot(_Row, frozen=True):
@@ -183,6 +217,7 @@ class Snapshot(_Row, frozen=True):
     left_out: fields.Count = 0  # peers that are missing
     # version, prompt, and what the model wrote after it at the last evaluation
     samples: Annotated[list[tuple[fields.Count, Text, Text]], Meta(max_length=16)] = []
+    held_out: Annotated[list[LossPoint], Meta(max_length=MAX_HISTORY)] = []  # as one peer measures
 
     def __post_init__(self) -> None:
         self.samples[:] = [(version, _lines(a), _lines(b)) for version, a, b in self.samples]
@@ -196,6 +231,10 @@ class Snapshot(_Row, frozen=True):
             peer: name if name and often[name] == 1 else f"{name}-{peer[-SHORT:]}".lstrip("-")
             for peer, name in named.items()
         }
+
+    def newest_round(self) -> Round | None:
+        """Return the newest version of the control fragment."""
+        return next((row for row in reversed(self.rounds) if row.fragment == 0), None)
 
     def json(self, indent: int = -1) -> bytes:
         """Encode the snapshot as one object, on one line or indented."""

@@ -19,9 +19,12 @@ from msgspec.structs import replace
 
 from diloco.config import Config
 from diloco.config.address import reachability
-from diloco.messages.snapshot import Snapshot
+from diloco.messages.control import Figures
+from diloco.messages.figures import shown, together
+from diloco.messages.snapshot import FATES, PeerRow, Snapshot
+from diloco.rundir.metrics import SHARED
 from diloco.rundir.summary import Summary
-from diloco.text import human_bytes, human_count, plain
+from diloco.text import plain
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class Notice(Report, frozen=True, tag="notice"):
 
 
 class PeerStatus(Report, frozen=True, tag="status"):
-    """The state of a peer twice a second: losses in nats per token, counts of this peer.
+    """The state of a peer twice a second.
 
     `outer_steps` is the budget's. None means unknown; a display keeps the value before.
     """
@@ -108,13 +111,7 @@ class PeerStatus(Report, frozen=True, tag="status"):
     inner_step: int | None = None
     target_steps: int | None = None
     exchanged: bool = False
-    loss: float | None = None
-    eval_loss: float | None = None
-    tokens: int | None = None
-    discarded: int | None = None
-    tokens_per_s: float | None = None
-    bytes_sent: int | None = None
-    bytes_received: int | None = None
+    figures: Figures | None = None
     peers: int | None = None
     merged: tuple[int, int] | None = None  # contributors of the newest version, and who trains
 
@@ -159,7 +156,7 @@ class WarningLines(logging.Handler):
 class Lines:
     """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one.
 
-        [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 4.1k tok/s 1.2 MB sent training
+        [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 tok/s 4.1k sent 1.2 MB training
 
     `known` is the newest state of each peer, and `total` the outer steps of the budget. A value
     that a report lacks keeps its last one: a display must never end a run.
@@ -223,10 +220,11 @@ class Lines:
         if not is_due and status.state not in ("done", "left"):
             return
         self._shown[peer] = status.version, now
-        losses = (status.loss, status.eval_loss)
-        loss, eval_loss = ("-" if value is None else f"{value:.2f}" for value in losses)
-        pace, sent = human_count(status.tokens_per_s), human_bytes(status.bytes_sent)
-        figures = f"loss {loss} held-out {eval_loss} {pace} tok/s {sent} sent"
+        marks = [(name, mark) for name, mark in shown(Figures).items() if mark.rank < 2]
+        known = [(mark, getattr(status.figures, name, None)) for name, mark in marks]
+        figures = " ".join(
+            f"{mark.title} {mark.text(value)}" for mark, value in known if mark.title
+        )
         self.note(f"{peer} v{self.step_of(status)}{merged_of(status)} {figures} {status.state}")
 
 
@@ -279,14 +277,15 @@ def swarm_figures(snapshot: Snapshot | None) -> dict[str, float]:
         "version": snapshot.run.version,
         "peers": len(peers) + snapshot.left_out,
         "training": sum(row.trains and row.state in ("training", "exchanging") for row in peers),
-        "steps_per_s": sum(row.steps_per_s for row in peers),
         "payload_bytes": sum(row.bytes for row in ledger.contributions),
     }
-    for name in ("processed", "applied", "discarded", "in_flight"):
+    sums = together(peers, PeerRow)
+    figures |= {name: sums[name] for name in sums if f"swarm/{name}" not in SHARED.values()}
+    for name in FATES:
         figures[f"tokens/{name}"] = getattr(ledger, name)
     if snapshot.loss:
         figures["loss"] = snapshot.loss[-1].loss
-    newest = next((row for row in reversed(snapshot.rounds) if row.fragment == 0), None)
+    newest = snapshot.newest_round()
     if newest is not None:
         figures |= {"merged": newest.merged, "staleness": newest.staleness}
         if newest.seconds is not None:

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, to_builtins
 
-from diloco.messages.snapshot import Contributor, Phase, PhaseSeconds
+from diloco.messages.figures import PeerFigures
+from diloco.messages.snapshot import Contributor, Phase, PhaseSeconds, Tokens
 from diloco.rundir.files import write_atomic
 
 # A spreadsheet reads such texts as formulas; names and ids are what strangers choose.
@@ -75,15 +76,6 @@ class PhaseTimer:
         return replace(self._done, **{self._phase: getattr(self._done, self._phase) + elapsed})
 
 
-class Tokens(Struct, frozen=True):
-    """Tokens that peers trained on, by their fate: processed = applied + discarded + in_flight."""
-
-    processed: int = 0
-    applied: int = 0
-    discarded: int = 0
-    in_flight: int = 0
-
-
 class Evaluation(Struct, frozen=True):
     """Held-out loss of the anchor in nats per token; None if it was never evaluated."""
 
@@ -95,16 +87,13 @@ class Evaluation(Struct, frozen=True):
         return math.exp(self.loss) if self.loss is not None and self.loss < 700 else None
 
 
-class PeerSummary(Struct, frozen=True):
-    """One peer's part of a run; `steps` and `tokens` count its inner steps over all sessions."""
+class PeerSummary(PeerFigures, frozen=True, kw_only=True):
+    """One peer's part of a run; `steps` and `seconds` are those of all its sessions."""
 
     peer_id: str
     name: str | None = None
     steps: int = 0
-    tokens: int = 0
     anchor_digest: str | None = None
-    bytes_sent: int = 0
-    bytes_received: int = 0
     seconds: PhaseSeconds = PhaseSeconds()
 
     @property

@@ -96,5 +96,5 @@ class SimTrainer(Trainer):
         digest = self.sync.anchor_digest()
         if digest not in self.evaluated:
             super().evaluate()
-            self.evaluated[digest] = self.report.eval_loss
-        self.report.eval_loss = self.evaluated[digest]
+            self.evaluated[digest] = self.sync.figures().eval_loss
+        self.sync.report(eval_loss=self.evaluated[digest])

@@ -6,6 +6,7 @@ and curves of both methods line up.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.attach.node_thread import Measured, Progress
 from diloco.attach.parameters import full_tensor
 from diloco.attach.ranks import RankGroup
 from diloco.outer.digest import digest_of
 from diloco.rundir.summary import PhaseTimer
 
 
-class DataParallel:
+class DataParallel(Measured):
     """Data parallel training behind the methods of `Attachment`. If one process dies, all end."""
 
     def __init__(
@@ -31,6 +33,7 @@ class DataParallel:
         phases: PhaseTimer,
     ) -> None:
         self.ranks, self.phases = ranks, phases
+        self.progress = Progress(phases, time.monotonic)
         self.target_steps = sync_every
         self.version = self.applied_tokens = self.inner_step = 0
         self.steps = self.tokens = self.discarded_tokens = self.unsent_tokens = 0
@@ -56,9 +59,6 @@ class DataParallel:
     def count(self, tokens: int) -> None:
         """Count this process's tokens of the coming step."""
         self._counted_tokens += tokens
-
-    def report(self, loss: float) -> None:
-        """Do nothing: there is no swarm to watch."""
 
     @contextmanager
     def anchored(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from diloco.attach.swarm import Swarm
 from diloco.config import Config
 from diloco.config.manifest import raised
 from diloco.errors import ConfigError
+from diloco.messages.control import Figures
 from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.rundir.files import exclusive, prepare_run_directory
@@ -105,14 +106,14 @@ class Host:
     def status(self) -> PeerStatus:
         """Return this host's state and figures, for a live table."""
         record, (sent, received) = self.node.record(), self.node.traffic
+        figures = Figures(bytes_sent=sent, bytes_received=received)
+        self.node.measure(figures)
         return PeerStatus(
             self._name,
             time.time(),
             state="training" if record.ready else "waiting",
             version=record.version,
             outer_steps=self.manifest.budget.outer_steps,
-            tokens=record.applied_tokens,
-            bytes_sent=sent,
-            bytes_received=received,
+            figures=figures,
             peers=record.live,
         )

@@ -183,12 +183,12 @@ class Trainer:
                 result = evaluate(
                     self.model, self.holdout, rows, self.ranks.device, ranks=self.ranks
                 )
-                self.report.eval_loss = result.loss
+                self.sync.report(eval_loss=result.loss)
             written = self._write()
         if not self.ranks.is_rank0:
             return
         if len(self.holdout):
-            self.report.metric(eval_loss=self.report.eval_loss)
+            self.report.metric(eval_loss=result.loss)
         if written:
             self._show(written)
 
@@ -243,13 +243,14 @@ class Trainer:
             self._not_saved(version, error)
         checkpoints.saved_version = int(self.ranks.broadcast_floats([checkpoints.saved_version])[0])
         checkpoints.loss_scale = self.gradients.scale.state
+        figures = sync.figures()
         checkpoints.save(
             sync,
             self.model,
             self.optimizer,
             self.stream,
             self.report.phases.seconds(),
-            self.report.traffic(),
+            (figures.bytes_sent, figures.bytes_received),
             self.ranks.is_rank0,
             background,
         )

@@ -13,12 +13,14 @@ from torch import nn
 from diloco.attach import devices
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config
+from diloco.messages.snapshot import Tokens
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import PeerStatus, Report
-from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary, Tokens
+from diloco.rundir.summary import Evaluation, PeerSummary, PhaseTimer, Summary
 from diloco.train.checkpoint import Sync
 
 REPORT_EVERY_S = 0.5
+OWN_LINES = {"loss", "eval_loss", "tokens_per_s", "tokens"}  # `tokens` of a line are the swarm's
 
 
 class Reporter:
@@ -26,7 +28,6 @@ class Reporter:
 
     Attributes:
         config: that of the run now, whose budget may grow.
-        eval_loss: the newest held-out loss, in nats per token; None before the first.
     """
 
     def __init__(
@@ -42,11 +43,8 @@ class Reporter:
     ) -> None:
         self.config, self.ranks, self.sync = config, ranks, sync
         self.phases, self.log, self.tell = phases, log, tell
-        self.eval_loss: float | None = None
         self.num_ranks = 1 if config.outer.method == "data_parallel" else ranks.size
-        self._earlier_traffic, self._token_share = earlier_traffic, token_share
-        self._loss: float | None = None
-        self._tokens_per_s = 0.0  # of the whole peer
+        self.sync.progress.earlier_traffic, self._token_share = earlier_traffic, token_share
         self._told_at = 0.0
         self._own: tuple[int, float] = (0, 0.0)  # tokens and seconds at the last line with a loss
         self._swarm: tuple[int, float] = (0, 0.0)  # the same of the swarm, at the last outer step
@@ -79,10 +77,10 @@ class Reporter:
         if loss is not None:
             (tokens, at), now = self._own, self.phases.seconds().total
             self._own = (self.sync.tokens, now)
-            self._loss, self._tokens_per_s = loss, (self.sync.tokens - tokens) / max(now - at, 1e-9)
-            mfu = self._token_share and self._tokens_per_s * self._token_share / self.num_ranks
+            pace = (self.sync.tokens - tokens) / max(now - at, 1e-9)  # of the whole peer
+            self.sync.report(tokens_per_s=pace)
+            mfu = self._token_share and pace * self._token_share / self.num_ranks
             memory = devices.peak_memory(self.ranks.device)
-            pace = self._tokens_per_s
             self.metric(loss=loss, lr=lr, grad_norm=norm, tokens_per_s=pace, mfu=mfu, **memory)
         if time.monotonic() - self._told_at >= REPORT_EVERY_S or self.sync.exchanged:
             self._told_at = time.monotonic()
@@ -93,7 +91,8 @@ class Reporter:
         if not self.ranks.is_rank0:
             return
         sync, seconds, (tokens, at) = self.sync, self.phases.seconds(), self._swarm
-        figures: dict[str, Any] = {"bytes_sent": self.traffic()[0]}
+        own = sync.figures().shared().items()
+        figures: dict[str, Any] = {name: value for name, value in own if name not in OWN_LINES}
         if sync.node is not None:
             # only those that moved since the line before: lines must stay short
             record, before = sync.node.record(), self._anchors
@@ -108,42 +107,29 @@ class Reporter:
         spent = {f"{phase}_s": round(value, 3) for phase, value in asdict(seconds).items()}
         self.metric(**figures, **spent)
 
-    def traffic(self) -> tuple[int, int]:
-        """The bytes sent and received by this peer, also before it resumed from a checkpoint."""
-        sent, received = self._earlier_traffic
-        here = (0, 0) if self.sync.node is None else self.sync.node.traffic
-        return sent + here[0], received + here[1]
-
     def _status(self, state: str) -> PeerStatus:
-        sync, (sent, received) = self.sync, self.traffic()
-        shared = ("version", "inner_step", "target_steps", "exchanged", "tokens")
+        sync = self.sync
+        at = ("version", "inner_step", "target_steps", "exchanged")
         return PeerStatus(
-            **{name: getattr(sync, name) for name in shared},
+            **{name: getattr(sync, name) for name in at},
             state=state,
             outer_steps=self.config.budget.outer_steps,
-            loss=self._loss,
-            eval_loss=self.eval_loss,
-            discarded=sync.discarded_tokens,
-            tokens_per_s=round(self._tokens_per_s, 1),
-            bytes_sent=sent,
-            bytes_received=received,
+            figures=sync.figures(),
             peers=self.ranks.size if sync.node is None else sync.node.num_peers,
             merged=None if sync.node is None else sync.node.merged,
         )
 
     def summary(self, wall_s: float, digest: str | None = None) -> Summary:
         """Return this peer's summary; `digest` is that of its anchor, where it is known already."""
-        config, sync, (sent, received) = self.config, self.sync, self.traffic()
+        config, sync, figures = self.config, self.sync, self.sync.figures()
         record = None if sync.node is None else sync.node.record()
         mine = PeerSummary(
             peer_id=record.peer if record else f"rank{self.ranks.rank}",
             name=config.run.name or "peer",
             steps=sync.steps,
-            tokens=sync.tokens,
             anchor_digest=sync.anchor_digest() if digest is None else digest,
-            bytes_sent=sent,
-            bytes_received=received,
             seconds=self.phases.seconds(),
+            **figures.shared(),
         )
         return Summary(
             run_id=config.run.id,
@@ -152,7 +138,7 @@ class Reporter:
             wall_s=wall_s,
             outer_steps=sync.version,
             tokens=Tokens(sync.tokens, sync.applied_tokens, sync.discarded_tokens),
-            eval=Evaluation(self.eval_loss),
+            eval=Evaluation(figures.eval_loss),
             peers=[mine],
             heals=record.heals if record else 0,
             takeovers=record.takeovers if record else 0,

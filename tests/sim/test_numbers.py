@@ -12,11 +12,11 @@ from diloco.messages.control import Figures, Status
 from diloco.messages.fields import MAX_BYTES, MAX_COUNT, MAX_LOSS, MAX_RATE, MAX_SECONDS, MAX_TOKENS
 from diloco.messages.snapshot import pack_snapshot, unpack_snapshot
 from diloco.swarm.node.recorder import Recorder
-from tests.support.core import core, join
+from tests.support.core import advance, core, join
 
 EXTREME = dict.fromkeys(("steps", "position", "cycle"), MAX_COUNT) | {"steps_per_s": MAX_RATE}
-LARGEST = MAX_TOKENS, MAX_TOKENS, MAX_LOSS, MAX_BYTES, MAX_BYTES, MAX_COUNT, [MAX_SECONDS] * 4
-FIGURES = Figures(*LARGEST)
+LARGEST = MAX_LOSS, MAX_LOSS, MAX_TOKENS, MAX_BYTES, MAX_BYTES, MAX_TOKENS, MAX_TOKENS, MAX_COUNT
+FIGURES = Figures(*LARGEST, MAX_SECONDS, [MAX_SECONDS] * 4)
 
 
 def test_what_watchers_need_copes_with_the_largest_numbers() -> None:
@@ -74,3 +74,18 @@ def test_a_status_fits_its_schema_whatever_was_measured(pace: float, tokens: int
     messages = [action.message for action in actions if isinstance(action, Broadcast)]
     [status] = [message for message in messages if isinstance(message, Status)]
     assert status.steps == 3 and decode(encode(status)) == status
+
+
+def test_figures_are_told_once_a_heartbeat_also_where_news_are_more_frequent() -> None:
+    """In rounds shorter than a heartbeat, each tip is news, and no heartbeat is ever due."""
+    peer, told = core(), list[float]()
+    join(peer)
+    peer.facts.life.ready = peer.facts.life.assembled = True
+    peer.measure(Figures(tokens=7))
+    for tenth in range(1, 101):
+        advance(peer.facts, peer.facts.control, "c")
+        actions = peer.receive(Tick(), tenth / 10)
+        messages = [action.message for action in actions if isinstance(action, Broadcast)]
+        told += [tenth / 10 for one in messages if isinstance(one, Status) and one.figures]
+    beat_s = peer.facts.settings.heartbeat_s
+    assert 10 / beat_s - 2 <= len(told) <= 10 / beat_s

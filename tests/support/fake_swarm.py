@@ -30,10 +30,29 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
     def peer(index: int, count: int) -> rows.PeerRow:
         state = "training" if index % 8 < 6 else "exchanging"
         device = "cpu" if index % 3 else "NVIDIA H200"
-        is_ = peer_id(index), f"worker-{index:02d}", state, index % 16 != 15, True, device
-        at_ = version, int(index % 21 == 20), int(elapsed_s * 2) % 24, 24, 1.8 + index / 100
-        did = count, loss(elapsed_s) + index / 500, count * 40, count * 41
-        return rows.PeerRow(*is_, *at_, *did, (index % 9) / 8, SECONDS, [])
+        return rows.PeerRow(
+            peer_id=peer_id(index),
+            name=f"worker-{index:02d}",
+            state=state,
+            trains=index % 16 != 15,
+            authors=True,
+            device=device,
+            version=version,
+            version_lag=int(index % 21 == 20),
+            inner_step=int(elapsed_s * 2) % 24,
+            target_steps=24,
+            steps_per_s=1.8 + index / 100,
+            last_seen_s=(index % 9) / 8,
+            seconds=SECONDS,
+            addresses=[],
+            loss=loss(elapsed_s) + index / 500,
+            eval_loss=loss(elapsed_s) + 0.05,
+            tokens_per_s=900.0 + 13 * index,
+            bytes_sent=count * 40,
+            bytes_received=count * 41,
+            tokens=count,
+            trained_s=elapsed_s,
+        )
 
     def loss(when: float) -> float:
         return 2.0 + 3.2 * math.exp(-when / 180) + 0.03 * math.sin(when)
@@ -52,9 +71,9 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
         count, mean = int(applied * when / elapsed_s), loss(when)
         return rows.LossPoint(began + when, count, mean, mean - 0.1, mean + 0.15)
 
-    def given(index: int, count: int) -> rows.Contributor:
-        name = f"worker-{index:02d}"
-        return rows.Contributor(peer_id(index), name, version, count, count * 40, 1, version)
+    def given(index: int, count: int) -> rows.Standing:
+        said = f"worker-{index:02d}", version, count, count * 40, 1, version
+        return rows.Standing(peer_id(index), *said, "cpu", count // 2, 90_000.0 * (1 + index % 5))
 
     contributors = [given(*one) for one in tokens.items()]
     run = "fake", "synchronous", "150m", 500, None, version, applied, at
@@ -64,10 +83,11 @@ def snapshot(peers: int, elapsed_s: float = 600.0, at: float = 1_800_000_000.0) 
         [peer(*one) for one in tokens.items()],
         [fragment(index) for index in range(FRAGMENTS)],
         [closed(number) for number in range(max(1, version - 40), version + 1)],
-        rows.LedgerTotals(processed, applied, 0, processed - applied, contributors),
+        rows.LedgerTotals(processed, applied, 0, processed - applied, contributors, 7200.0),
         [point(elapsed_s * step / 300) for step in range(1, 301)],
         [rows.LoggedEvent(at - 3.0 * index, "join", text) for index, text in joins],
         samples=[(version, *CODE)],
+        held_out=[point(elapsed_s * step / 40) for step in range(1, 41)],
     )
 
 

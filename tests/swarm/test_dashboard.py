@@ -61,7 +61,7 @@ def test_a_browser_shows_the_swarm_live_and_asks_nobody_else(
         tab.goto(url)
         tab.get_by_text("live", exact=True).wait_for()
         assert tab.title() == "diloco: fake"
-        for table in ("peers", "given"):
+        for table in ("peers", "board"):
             assert tab.locator(f"#{table} tr").count() == 1 + PEERS
         assert tab.locator("#peers").get_by_text("worker-03", exact=True).count() == 1
         assert "def read(path):\n    with open(path)" in tab.locator("#samples").inner_text()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 import diloco.messages.snapshot as schema
 from diloco.core.facts import Facts
@@ -35,6 +35,8 @@ from diloco.outer.digest import anchor_digest, fragment_digest
 FRESH_S = 0.5
 LOOK_EVERY_S = 1.0
 ID_DIGITS = 16
+DAY_S, LEDGERS_S = 86_400.0, 1800.0  # how long the board looks back, and how often it looks
+Known = tuple[str, Figures]  # device and figures of a peer
 State = Literal["starting", "ready", "training", "exchanging", "evaluating", "leaving"]
 
 
@@ -51,9 +53,9 @@ class Recorder:
         self._rounds: deque[schema.Round] = deque(maxlen=schema.MAX_HISTORY)
         self._events: deque[schema.LoggedEvent] = deque(maxlen=schema.MAX_HISTORY)
         self._samples: list[tuple[int, str, str]] = []
-        self._loss: list[schema.LossPoint] = []
-        self._loss_every_s = LOOK_EVERY_S  # doubled when the history is full: it spans the run
-        self._last: dict[str, Figures] = {}  # last figures by peer, also of those that left
+        self._loss, self._held_out = _Curve(), _Curve()
+        self._last: dict[str, Known] = {}  # by peer, also of those that left
+        self._ledgers: deque[tuple[float, dict[str, int]]] = deque()  # of the last day
         self._looked_at = float("-inf")
         self._packed: tuple[float, list[bytes]] | None = None
 
@@ -80,15 +82,20 @@ class Recorder:
             everybody = self._everybody(now)
             for member in everybody:
                 self._last.pop(member.peer, None)  # inserted anew, so that the oldest go first
-                self._last[member.peer] = member.figures
+                self._last[member.peer] = member.hello.device, member.figures
             forget_oldest(self._last, 4 * schema.MAX_PEERS)
-            reported = [member.figures.loss for member in everybody if member.status.trains]
-            losses = [loss for loss in reported if loss]
-            if losses and (not self._loss or now >= self._loss[-1].at + self._loss_every_s):
-                tokens, mean = self._core.facts.control.tip.head.work, sum(losses) / len(losses)
-                self._loss.append(schema.LossPoint(now, tokens, mean, min(losses), max(losses)))
-            if len(self._loss) >= schema.MAX_HISTORY:
-                self._loss, self._loss_every_s = self._loss[::2], 2 * self._loss_every_s
+            facts, tip = self._core.facts, self._core.facts.control.tip
+            training = [member.figures.loss for member in everybody if member.status.trains]
+            held_out = [loss for member in everybody if (loss := member.figures.eval_loss)][:1]
+            self._loss.add(now, tip.head.work, [loss for loss in training if loss])
+            if not self._held_out or [self._held_out[-1].loss] != held_out:  # a new measurement
+                self._held_out.add(now, tip.head.work, held_out)
+            while self._ledgers and now - self._ledgers[0][0] > DAY_S:
+                self._ledgers.popleft()
+            is_due = not self._ledgers or now >= self._ledgers[-1][0] + LEDGERS_S
+            if facts.life.ready and is_due:
+                tokens = {peer: entry.tokens for peer, entry in tip.book.ledger.items()}
+                self._ledgers.append((now, tokens))
 
     def packed(self, now: float) -> list[bytes]:
         """Return a snapshot in pieces, at most `FRESH_S` old; `PayloadError` if there is none."""
@@ -133,7 +140,9 @@ class Recorder:
 
     def _snapshot(self, now: float) -> schema.Snapshot:
         facts, since, everybody = self._core.facts, time.time() - now, self._everybody(now)
-        figures = self._last | {member.peer: member.figures for member in everybody}
+        known = self._last | {m.peer: (m.hello.device, m.figures) for m in everybody}
+        here = {peer: entry.tokens for peer, entry in facts.control.tip.book.ledger.items()}
+        began_at, before = self._ledgers[0] if self._ledgers else (now, here)
         return schema.Snapshot(
             run=run_info(self._core, self._manifest, since + now),
             peers=[
@@ -142,12 +151,27 @@ class Recorder:
             ],
             fragments=[fragment_row(facts, f) for f in facts.fragments[: schema.MAX_ROWS]],
             rounds=[replace(entry, closed_at=since + entry.closed_at) for entry in self._rounds],
-            ledger=ledger_totals(facts, figures),
+            ledger=ledger_totals(facts, known, now - began_at, before),
             loss=[replace(point, at=since + point.at) for point in self._loss],
+            held_out=[replace(point, at=since + point.at) for point in self._held_out],
             events=[replace(event, at=since + event.at) for event in self._events],
             left_out=max(0, len(everybody) - schema.MAX_PEERS),
             samples=self._samples,
         )
+
+
+class _Curve(list[schema.LossPoint]):
+    """A history that spans the run: when it is full, every second point goes."""
+
+    every_s = LOOK_EVERY_S
+
+    def add(self, now: float, tokens: int, losses: Sequence[float]) -> None:
+        """Append mean and range of the losses, if there are any, and it is time."""
+        if losses and (not self or now >= self[-1].at + self.every_s):
+            mean = sum(losses) / len(losses)
+            self.append(schema.LossPoint(now, tokens, mean, min(losses), max(losses)))
+        if len(self) >= schema.MAX_HISTORY:
+            self[:], self.every_s = self[::2], 2 * self.every_s
 
 
 # -- rows of a snapshot ----------------------------------------------------------------------------
@@ -185,6 +209,7 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
     facts, hello, status, figures = core.facts, member.hello, member.status, member.figures
     version = min(_version(f, member) for f in facts.fragments)
     return schema.PeerRow(
+        **figures.shared(),
         peer_id=member.peer,
         name=hello.name,
         state=_state(member),
@@ -196,10 +221,6 @@ def peer_row(core: Peer, member: Member, now: float) -> schema.PeerRow:
         inner_step=status.position,
         target_steps=status.cycle,
         steps_per_s=status.steps_per_s,
-        tokens=figures.tokens,
-        loss=figures.loss or None,
-        bytes_sent=figures.bytes_sent,
-        bytes_received=figures.bytes_received,
         last_seen_s=within_bounds(now - member.heard_at, MAX_SECONDS),
         seconds=phase_seconds(figures),
         addresses=list(core.addresses.of(member.peer)),
@@ -234,22 +255,40 @@ def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
     return schema.FragmentRow(*numbers, short, head.next, author or None, here, state)
 
 
-def ledger_totals(facts: Facts, last: Mapping[str, Figures]) -> schema.LedgerTotals:
-    """Totals as known here; of peers that left before this one came, only the merged tokens."""
-    tip = facts.control.tip
-    applied = tip.head.work
-    processed = max(applied, at_most(sum(figures.tokens for figures in last.values()), MAX_TOKENS))
-    discarded = min(processed - applied, sum(figures.discarded for figures in last.values()))
+def ledger_totals(
+    facts: Facts, known: Mapping[str, Known], recent_s: float, before: Mapping[str, int]
+) -> schema.LedgerTotals:
+    """Totals as known here; of peers that left before this one came, only the merged tokens.
+    `before` are their tokens `recent_s` ago."""
+    applied = facts.control.tip.head.work
+    all_figures = [figures for _, figures in known.values()]
+    processed = max(applied, at_most(sum(each.tokens for each in all_figures), MAX_TOKENS))
+    discarded = min(processed - applied, sum(each.discarded for each in all_figures))
+    under_way = processed - applied - discarded
+    board = [
+        schema.Standing(
+            **asdict(row),
+            device=device,
+            recent_tokens=at_most(row.tokens - before.get(row.peer_id, 0), MAX_TOKENS),
+            trained_s=(figures.trained_s if figures else None) or None,
+        )
+        for row in contributors(facts)
+        for device, figures in [known.get(row.peer_id, ("", None))]
+    ]
+    return schema.LedgerTotals(processed, applied, discarded, under_way, board, recent_s)
+
+
+def contributors(facts: Facts) -> list[schema.Contributor]:
+    """The public record, as it follows from the anchor: it is equal on all peers."""
     rows = [
         schema.Contributor(
             *(peer, entry.name, entry.contributions, entry.tokens),
             *(_payload_bytes(facts, peer), entry.first, entry.last),
         )
-        for peer, entry in tip.book.ledger.items()
+        for peer, entry in facts.control.tip.book.ledger.items()
         if entry.contributions
     ]
-    under_way = processed - applied - discarded
-    return schema.LedgerTotals(processed, applied, discarded, under_way, rows[: schema.MAX_PEERS])
+    return rows[: schema.MAX_PEERS]
 
 
 def _payload_bytes(facts: Facts, peer: str) -> int:
@@ -262,37 +301,25 @@ def _payload_bytes(facts: Facts, peer: str) -> int:
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """State of a peer's part of the swarm; `version` and `applied_tokens` are of fragment 0.
-
-    Attributes:
-        peer: this peer's id. addresses: its own. others: one of each other peer.
-        trainers: the peers that train and stay, this one included, in the order of their ids.
-        others_that_train: how many of the others train, or leave after having trained.
-        live, training, merged: peers that are connected, that train, in the newest version.
-        ready: True once this peer has the state that the others had when it came.
-        anchors: `version:digest` of each fragment, with the first 16 digits of its digest.
-        anchor_digest: of the whole anchor (hex); equal on all peers at equal version.
-        contributions: how much each peer contributed to the anchor.
-        heals, takeovers: anchors that were damaged; versions that another peer made in its place.
-    """
+    """State of a peer's part of the swarm; `version` and `applied_tokens` are of fragment 0."""
 
     peer: str
-    addresses: Sequence[str]
-    others: Sequence[str]
-    trainers: Sequence[str]
-    others_that_train: int
+    addresses: Sequence[str]  # its own
+    others: Sequence[str]  # an address of each other peer
+    trainers: Sequence[str]  # that train and stay, this one included, in the order of their ids
+    others_that_train: int  # or leave after having trained
     live: int
     training: int
-    merged: int
+    merged: int  # in the newest version
     planned: Planned
     version: int
     applied_tokens: int
-    ready: bool
-    anchors: Mapping[str, str]
-    anchor_digest: str
+    ready: bool  # it has the state that the others had when it came
+    anchors: Mapping[str, str]  # by fragment, version:digest, with 16 digits of its digest
+    anchor_digest: str  # of the whole anchor (hex); equal on all peers at equal version
     contributions: Sequence[schema.Contributor]
-    heals: int
-    takeovers: int
+    heals: int  # anchors that were damaged
+    takeovers: int  # versions that another peer made in its place
 
 
 def record_of(core: Peer, addresses: Sequence[str]) -> PeerRecord:
@@ -316,7 +343,7 @@ def record_of(core: Peer, addresses: Sequence[str]) -> PeerRecord:
         ready=facts.life.ready,
         anchors={str(i): f"{number}:{digest[:16]}" for i, (number, digest) in enumerate(tips)},
         anchor_digest=anchor_digest([digest for _, digest in tips]),
-        contributions=ledger_totals(facts, {}).contributions,
+        contributions=contributors(facts),
         heals=facts.heals,
         takeovers=facts.takeovers,
     )

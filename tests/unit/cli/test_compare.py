@@ -12,9 +12,9 @@ import pytest
 import diloco
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.messages.snapshot import PhaseSeconds
+from diloco.messages.snapshot import PhaseSeconds, Tokens
 from diloco.rundir.compare import Point, compare, read_run
-from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens, write_summary
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary, write_summary
 from tests.support.command_line import Typed
 
 composed = lru_cache(maxsize=32)(lambda *overrides: compose(overrides))
@@ -41,7 +41,16 @@ def make(
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     spent = [PhaseSeconds(compute=9, wait=wait) for wait in (1, 9)]
     peers = [
-        PeerSummary(f"Qm{index}", f"p{index}", 8, 100, "d", 1000, 1000, seconds)
+        PeerSummary(
+            peer_id=f"Qm{index}",
+            name=f"p{index}",
+            steps=8,
+            anchor_digest="d",
+            tokens=100,
+            bytes_sent=1000,
+            bytes_received=1000,
+            seconds=seconds,
+        )
         for index, seconds in enumerate(spent)
     ]
     ends = (len(losses) - 1, Tokens(200, 200), Evaluation(losses[-1]))

@@ -129,7 +129,7 @@ def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = 
 
 
 def test_the_tables_fit_the_terminal_and_name_everything() -> None:
-    parts = ["peers\n", "fragments\n", "rounds\n", "ledger", "contributions\n", "events\n"]
+    parts = ["peers\n", "fragments\n", "rounds\n", "ledger", "board ", "events\n"]
     for width in (60, 80, 200):
         lines = shown(snapshot(5), width)
         text = "\n".join(lines)
@@ -160,5 +160,5 @@ def test_the_peers_are_counted_by_the_way_that_bulk_bytes_take_to_them() -> None
 def test_an_event_names_peers_and_moves_no_cursor() -> None:
     said = LoggedEvent(1e9, "join\n", f"peer={peer_id(1)} name=\x1b]0;x\x07")
     lines = shown(replace(snapshot(2), events=[said]))
-    assert lines[-2].endswith("ago  join  peer=worker-01 name= ]0;x")
+    assert lines[-2].endswith("ago  join   peer=worker-01 name= ]0;x")
     assert not any("\x1b" in one for one in lines)

@@ -13,10 +13,27 @@ from diloco.errors import PayloadError
 from diloco.messages import snapshot as schema
 
 SAID = "a\x1b[2J\nb"
-WHO = "12D3", "ann", "training", True, True, "cpu"
-FIGURES = 3, 0, 1, 4, 0.5, 100, 2.5, 4, 5, 0.1, schema.PhaseSeconds(1.0)
-PEER = schema.PeerRow(*WHO, *FIGURES, ["/ip4/1.2.3.4"])  # type: ignore[arg-type]
-CONTRIBUTOR = schema.Contributor("12D4", "ann", 2, 90, 8, 1, 3)
+PEER = schema.PeerRow(
+    peer_id="12D3",
+    name="ann",
+    state="training",
+    device="cpu",
+    trains=True,
+    authors=True,
+    version=3,
+    version_lag=0,
+    inner_step=1,
+    target_steps=4,
+    steps_per_s=0.5,
+    last_seen_s=0.1,
+    seconds=schema.PhaseSeconds(1.0),
+    tokens=100,
+    loss=2.5,
+    bytes_sent=4,
+    bytes_received=5,
+    addresses=["/ip4/1.2.3.4"],
+)
+CONTRIBUTOR = schema.Standing("12D4", "ann", 2, 90, 8, 1, 3, "cpu", 40, 9.0)
 SEEN = schema.Snapshot(
     schema.RunInfo("run", "synchronous", "tiny", None, 1000, 3, 90, 1e9, "12D3"),
     [PEER],

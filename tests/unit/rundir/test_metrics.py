@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from diloco.config import compose
 from diloco.errors import ConfigError
-from diloco.messages.snapshot import Contributor, PhaseSeconds
+from diloco.messages.snapshot import Contributor, PhaseSeconds, Tokens
 from diloco.rundir import summary
 from diloco.rundir.files import JsonLines, prepare_run_directory, read_json_lines, write_atomic
 from diloco.rundir.metrics import AGGREGATE_EVERY_S, RunLog, WandbLog
@@ -184,8 +184,17 @@ def single(
     name: str, processed: int, applied: int, loss: float | None, outer_steps: int = 16
 ) -> summary.Summary:
     seconds, steps = PhaseSeconds(compute=3, wait=1), processed // 10
-    tokens, evaluation = summary.Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
-    peer = summary.PeerSummary(f"12D3{name}", name, steps, processed, "ab12", 5, 7, seconds)
+    tokens, evaluation = Tokens(processed, applied, 0, 0), summary.Evaluation(loss)
+    peer = summary.PeerSummary(
+        peer_id=f"12D3{name}",
+        name=name,
+        steps=steps,
+        anchor_digest="ab12",
+        seconds=seconds,
+        tokens=processed,
+        bytes_sent=5,
+        bytes_received=7,
+    )
     counts = {"outer_steps": outer_steps, "heals": 1, "takeovers": 2}
     return summary.Summary(
         **HEAD, **counts, wall_s=9.0, tokens=tokens, eval=evaluation, peers=[peer]
@@ -196,6 +205,8 @@ def test_a_summary_has_the_fields_that_tools_rely_on(tmp_path: Path) -> None:
     summary.write_summary(tmp_path / "summary.json", single("p0", 100, 90, 2.0))
     peer = {"peer_id": "12D3p0", "name": "p0", "steps": 10, "tokens": 100, "utilization": 0.75}
     peer |= {"anchor_digest": "ab12", "bytes_sent": 5, "bytes_received": 7}
+    peer |= dict.fromkeys(["loss", "eval_loss", "tokens_per_s"])
+    peer |= {"discarded": 0, "rounds": 0, "trained_s": 0.0}
     peer["seconds"] = {"compute": 3, "wait": 1, "comm": 0.0, "outer": 0.0}
     assert json.loads((tmp_path / "summary.json").read_text()) == HEAD | {
         "wall_s": 9.0,
@@ -215,7 +226,7 @@ def test_merging_adds_what_peers_did() -> None:
     parts = [single("p0", 100, 170, 2.5, 15), single("p1", 80, 175, 2.4, 16)]
     parts.append(single("p2", 10, 0, None, 17))
     whole = summary.merge_peer_summaries(parts, **HEAD, wall_s=11.0, exit=4)
-    assert whole.tokens == summary.Tokens(processed=190, applied=175, discarded=0, in_flight=15)
+    assert whole.tokens == Tokens(processed=190, applied=175, discarded=0, in_flight=15)
     assert (whole.outer_steps, whole.eval.loss, whole.heals, whole.takeovers) == (17, 2.4, 3, 6)
     assert (whole.wall_s, whole.exit, whole.mode) == (11.0, 4, "diloco")
     assert whole.peers == [part.peers[0] for part in parts]

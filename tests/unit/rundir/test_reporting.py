@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 
 from diloco.config import compose
-from diloco.messages.snapshot import Contributor, PhaseSeconds
+from diloco.messages.control import Figures
+from diloco.messages.snapshot import Contributor, PhaseSeconds, Tokens
 from diloco.rundir import reporting
 from diloco.rundir.events import EventKind
 from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report, Stage, read_report
-from diloco.rundir.summary import Evaluation, PeerSummary, Summary, Tokens
+from diloco.rundir.summary import Evaluation, PeerSummary, Summary
 from tests.support.places import PACKAGE
 
-PEER = PeerSummary("12D3", "p0", 480, 9600, "ab12", 5, 7, PhaseSeconds(3.0, 1.0, 0.5, 0.25))
+PEER = PeerSummary(
+    peer_id="12D3",
+    name="p0",
+    steps=480,
+    tokens=9600,
+    anchor_digest="ab12",
+    bytes_sent=5,
+    bytes_received=7,
+    seconds=PhaseSeconds(3.0, 1.0, 0.5, 0.25),
+)
+FIGURES = Figures(2.5, 2.75, 4.5, 7, 8, 100, 10, 1, 9.0, [1.0] * 4)
 RECORD = [Contributor("12D3", "p0", 16, 9000, 512, 1, 16)]
 SUMMARY = Summary(
     outer_steps=16, tokens=Tokens(9600, 9000, 300, 300), peers=[PEER], contributions=RECORD
@@ -27,7 +38,7 @@ REPORTS = [
     Stage("p0", 1.5, "data"),
     Stage("p0", 1.5, "state", 30, 90),
     Ready("p0", 1.5, ADDRESSES[0], ADDRESSES, True, "diloco invite", "no"),
-    PeerStatus("p0", 1.5, "training", 3, 16, 5, 25, True, 2.5, 2.75, 100, 10, 4.5, 7, 8, 4),
+    PeerStatus("p0", 1.5, "training", 3, 16, 5, 25, True, FIGURES, 4),
     Notice("p0", 1.5, "p1 has other data"),
     PeerStatus("p0", state="killed"),
     Finished("p0", 1.5, SUMMARY),
@@ -56,9 +67,12 @@ def test_a_warning_of_the_log_is_a_message(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_line_has_the_fields_that_readers_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    reporting.json_lines(PeerStatus("p0", 2.0, "training", 3, loss=math.nan))
+    reporting.json_lines(
+        PeerStatus("p0", 2.0, "training", 3, figures=Figures(tokens_per_s=math.nan))
+    )
     line = json.loads(capsys.readouterr().out)
-    assert line.items() >= {"t": "status", "peer": "p0", "version": 3, "loss": None}.items()
+    assert line.items() >= {"t": "status", "peer": "p0", "version": 3}.items()
+    assert line["figures"] == {"kind": "figures", "tokens_per_s": None}
     wrong = ['{"t": "gossip", "peer": "p0"}', '{"t": "status", "version": "x"}']
     for other in (*wrong, "{}", "12 files", "\x00"):
         assert read_report(other) is None
@@ -69,9 +83,9 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
     listen = reporting.log_lines(compose([f"run.dir={tmp_path}"]), lambda: 2.0)
     listen(Ready("p0", first=True, address="/ip4/127.0.0.1/tcp/1/p2p/12D3"))
     state: Any = {"state": "training", "version": 0}
-    figures: Any = {"loss": 2.5, "tokens_per_s": 4100.0, "bytes_sent": 12_000_000}
-    listen(PeerStatus("p0", outer_steps=9, **state, **figures))
-    listen(PeerStatus("p0", loss=2.25, **state))
+    figures = Figures(loss=2.5, tokens_per_s=4100.0, bytes_sent=12_000_000)
+    listen(PeerStatus("p0", outer_steps=9, **state, figures=figures))
+    listen(PeerStatus("p0", **state))
     (tmp_path / "model").mkdir()
     listen(Finished(summary=Summary(outer_steps=9, eval=Evaluation(2.0))))
     assert [record.getMessage() for record in caplog.records] == [
@@ -80,7 +94,7 @@ def test_the_log_has_a_line_now_and_then(tmp_path: Path, caplog: pytest.LogCaptu
         "[  0.0s] others join with this (loopback: on this machine only; swarm=network lets others"
         " in):",
         "diloco join /ip4/127.0.0.1/tcp/1/p2p/12D3",
-        "[  0.0s] p0 v0/9 loss 2.50 held-out - 4.1k tok/s 12.0 MB sent training",
+        "[  0.0s] p0 v0/9 loss 2.50 held-out - tok/s 4.1k sent 12.0 MB training",
         (
             f"{tmp_path}: outer step 9, held-out loss 2.000 nats per token; the model is in"
             f" {tmp_path / 'model'}"

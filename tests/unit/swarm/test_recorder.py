@@ -142,6 +142,44 @@ def test_what_a_peer_gave_stays_on_the_books() -> None:
     assert totals == (170, 100, 30, 40)
 
 
+def test_the_board_has_device_time_and_the_tokens_of_the_last_day() -> None:
+    """What was given before this peer came, or longer ago, is not of the last day."""
+    peer, recorder = watched(Figures(tokens=170, trained_s=7200.0))
+    advance(peer.facts, peer.facts.control, OTHER, tokens=100)
+    recorder.sample(0.0)
+    assert seen(recorder, 9.0).ledger.recent_s == 0.0, "it listens still"
+    peer.facts.life.ready = True
+    recorder.sample(10.0)
+    advance(peer.facts, peer.facts.control, OTHER, tokens=30)
+    ledger = seen(recorder, 3610.0).ledger
+    [row] = ledger.contributions
+    assert (row.tokens, row.recent_tokens, ledger.recent_s) == (130, 30, 3600.0)
+    assert (row.device, row.trained_s) == ("gpu", 7200.0)
+    peer.receive(Lost(OTHER), 3620.0)
+    peer.facts.life.ready = True
+    for hour in range(1, 60):
+        recorder.sample(3600.0 * hour)
+    ledger = seen(recorder, 3600.0 * 59).ledger
+    [row] = ledger.contributions
+    assert (row.recent_tokens, row.device) == (0, "gpu"), "of a peer that is gone, too"
+    assert 23 * 3600 <= ledger.recent_s <= 24 * 3600
+
+
+def test_a_peer_of_which_nothing_was_heard_has_neither_device_nor_time() -> None:
+    peer, recorder = watched()
+    advance(peer.facts, peer.facts.control, "gone")
+    [row] = seen(recorder, 1.0).ledger.contributions
+    assert (row.device, row.trained_s) == ("", None)
+
+
+def test_the_held_out_loss_has_a_point_for_each_measurement() -> None:
+    peer, recorder = watched(Figures(eval_loss=3.0))
+    for second in range(1, 9):
+        join(peer, figures=Figures(eval_loss=3.0 if second < 5 else 2.5))
+        recorder.sample(float(second))
+    assert [point.loss for point in seen(recorder, 9.0).held_out] == [3.0, 2.5]
+
+
 def test_hundreds_of_peers_are_cut_to_what_a_reply_holds() -> None:
     peer = core()
     recorder = Recorder(peer, TEXT)

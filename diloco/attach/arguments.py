@@ -31,7 +31,7 @@ from diloco import model as models
 from diloco.attach.parameters import class_name, frozen_digest
 from diloco.attach.ranks import RankGroup
 from diloco.config import Config, Manifest, OuterConfig, SwarmConfig
-from diloco.config.address import address_error
+from diloco.config.address import address_error, is_mailbox
 from diloco.config.compose import outer_preset
 from diloco.config.explain import nearest
 from diloco.config.manifest import hash_of, planned
@@ -46,7 +46,7 @@ from diloco.swarm.node.runtime import Runtime
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import gate_for, observer_gate
 from diloco.swarm.wire.identity import identity_number, own_id
-from diloco.swarm.wire.libp2p import check_free
+from diloco.swarm.wire.lane import check_free
 from diloco.text import expanded
 
 COME_BACK_S = 30.0  # how long to retry: the peer at the given address may be restarting, too
@@ -114,11 +114,11 @@ def network_of(
         if name in settings:
             texts = [settings[name]] if isinstance(settings[name], str) else settings[name] or ()
             settings[name] = tuple(dict.fromkeys(texts))
+    if is_mailbox("".join(map(str, settings.get("initial_peers", ())))):
+        settings["mailbox"] = settings.pop("initial_peers")[0]
     if "" in settings.get("initial_peers", ()):
-        raise ConfigError(
-            "address is empty (a variable that is not set?); give the address of a peer, or leave"
-            " it out to start a swarm"
-        )
+        unset = "address is empty (a variable that is not set?)"
+        raise ConfigError(f"{unset}; give that of a peer, or leave it out to start a swarm")
     if settings.get("key_path") is not None:
         settings["key_path"] = str(settings["key_path"])
     with as_typed():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from diloco.cli import Command, Options, configured, guest_arguments, split_address
+from diloco.config.address import is_mailbox
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.text import one_line
 
@@ -122,15 +123,17 @@ class Doctor:
         """Yield each result as soon as it is known."""
         yield self._check("python", self._python)
         if self.addresses:
-            yield self._check("swarm", self._swarm)
+            yield self._check("swarm", self._store if self._url else self._swarm)
         if self._found is not None:
             yield self._check("manifest", self._manifest, self._found)
-            yield self._check("clock", self._clock, self._found)
+            if not self._url:  # nobody trusts the clock of a store
+                yield self._check("clock", self._clock, self._found)
             for name, texts in self._found.lines.items():
                 yield Check(name, "ok", ", ".join(texts))
         yield self._check("memory", self._memory)
         yield self._check("disk", self._disk)
-        yield self._check("port", self._port)
+        if not self._url:
+            yield self._check("port", self._port)
 
     def _check(self, name: str, check: Any, *arguments: Any) -> Check:
         swarm = name in OF_SWARM
@@ -141,6 +144,19 @@ class Doctor:
             return Check(name, "failed", text, remedy, swarm or isinstance(error, SwarmError))
         except Exception as error:  # a broken check is a result too, and the others go on
             return Check(name, "failed", one_line(error), "please report this", swarm)
+
+    @property
+    def _url(self) -> str:
+        """The URL of a mailbox, if that is the address."""
+        return next(filter(is_mailbox, self.addresses), "")
+
+    def _store(self) -> tuple[str, ...]:
+        from diloco.swarm.client.ask import inspect_swarm, try_store
+
+        took_s = self.figures["store_s"] = try_store(self._url)
+        self._found = inspect_swarm((self._url,), self.directory.identity, gate=self._gate())
+        times = ", ".join(f"{what} in {seconds:.3g} s" for what, seconds in took_s.items())
+        return "ok", f"{self._url}: an object can be {times}"
 
     def _peers(self) -> Sequence[str]:
         return (self._found and self._found.addresses) or self.addresses

@@ -160,7 +160,7 @@ def _prepare(
         click.echo(f"diloco: warning: {warning}", err=True)
     used_bytes = need.device_bytes + need.main_bytes + micro_batch * need.sequence_bytes
     gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-    donors = config.swarm.initial_peers
+    donors = config.swarm.donors
     base = base_bytes(config, donors, gate, directory.identity)
     with view.paused():
         _ask(config, _terms(config, need.parameters, used_bytes, name, base), yes)
@@ -245,6 +245,7 @@ def _terms(
 
 def _find(config: Config, address: Address, identity: Path, view: LiveView) -> SwarmInfo:
     """Inspect the swarm at the address, or at addresses that this user's peers remember."""
+    from diloco.config.address import is_mailbox
     from diloco.swarm.client.ask import inspect_swarm
     from diloco.swarm.wire.gate import observer_gate
     from diloco.volunteer.peer import known_addresses
@@ -255,7 +256,7 @@ def _find(config: Config, address: Address, identity: Path, view: LiveView) -> S
     try:
         info = inspect_swarm(peers, identity, gate=gate)
     except SwarmError as error:
-        others = known_addresses(peers, identity)
+        others = [] if is_mailbox(peers[0]) else known_addresses(peers, identity)
         if "cannot be reached" not in str(error) or not others:
             raise
         more = f"{len(others)} more that were in this run before"

@@ -195,7 +195,7 @@ def _peer(
         overrides += _shared_device(config, index, count)
     else:
         overrides.append(f"swarm.min_peers={max(config.swarm.min_peers, count)}")
-        if index > 0 and not config.swarm.initial_peers:
+        if index > 0 and not config.swarm.donors:
             overrides.append(f"swarm.initial_peers=['@{(config.run.dir / 'address').absolute()}']")
     return ["-m", "diloco.train", "--config", str(base), *overrides], environment
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from diloco.cli import PATH, Command, Options, configured, guest_arguments
+from diloco.config.address import is_mailbox
 from diloco.errors import CheckpointError, ConfigError
 from diloco.text import human_count
 
@@ -95,8 +96,12 @@ def generate(
     return 0
 
 
-def _is_address(source: Path) -> bool:
-    return re.match(r"@|-$|diloco:|/(ip[46]|dns[46]?)/", str(source)) is not None
+def _address_of(source: Path) -> str | None:
+    """Return the address that was typed for a directory, or None."""
+    text = re.sub("^file:/+", "file:///", str(source))  # a path has no double slashes
+    text = re.sub(r"^([a-z][a-z0-9+]+):/(?!/)", r"\1://", text)
+    is_address = re.match(r"@|-$|diloco:|/(ip[46]|dns[46]?)/", str(source)) is not None
+    return text if is_address or is_mailbox(text) else None
 
 
 def _fetch(address: str, out: Path, merge: bool) -> tuple[Config, int, int]:
@@ -110,7 +115,7 @@ def _fetch(address: str, out: Path, merge: bool) -> tuple[Config, int, int]:
 
     options = Options(("train.device=cpu", "swarm.reachable=no"))
     swarm, given = guest_arguments(address, options)
-    given.append(f"swarm.initial_peers=[{','.join(map(repr, swarm.peers))}]")
+    given += swarm.overrides
     with TemporaryDirectory(prefix="diloco-") as scratch:
         config = options.compose([f"run.dir={scratch}", *given])
         with Host(config, "visitor") as host:
@@ -132,9 +137,9 @@ def _model_of(path: Path) -> Iterator[Path]:
     from diloco.config import compose
     from diloco.train.start_files import with_origin
 
-    if _is_address(path):
+    if (address := _address_of(path)) is not None:
         with TemporaryDirectory() as scratch:
-            _fetch(str(path), Path(scratch), merge=True)
+            _fetch(address, Path(scratch), merge=True)
             yield Path(scratch)
     elif (path / "model" / "config.json").is_file():
         yield path / "model"
@@ -188,9 +193,9 @@ def export(source: Path, out: Path, name: str | None, private: bool, merge: bool
         raise ConfigError(f"OUT={out} is not empty; name a directory that does not exist yet")
     if name is not None:
         hub.check_push("--push-to-hub", name)
-    if _is_address(source):
+    if (address := _address_of(source)) is not None:
         with models.replacing(out) as fresh:
-            config, step, tokens = _fetch(str(source), fresh, merge)
+            config, step, tokens = _fetch(address, fresh, merge)
             write_atomic(fresh / "README.md", _model_card(config, fresh, step, tokens))
         return _exported(out, f"outer step {step} of run {config.run.id}", name, private)
     places = [path for path in (source, *source.parents) if (path / "config.yaml").is_file()]

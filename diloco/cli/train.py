@@ -73,7 +73,7 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
     if address is not None:
         # run.id may be typed: in a closed run the invitation has it, too
         swarm, given = guest_arguments(address, options, ["run.id"])
-        given = [f"swarm.initial_peers=[{','.join(map(repr, swarm.peers))}]", *given]
+        given = [*swarm.overrides, *given]
     config = options.compose(given, starts=True)
     import threading
     import time

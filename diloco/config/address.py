@@ -2,6 +2,7 @@
 
 /ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...
 diloco://ip4/203.0.113.7/tcp/4100/p2p/12D3Koo...,ip4/198.51.100.2/tcp/4100/p2p/12D3Kuu...?token=...
+hf://buckets/ORG/NAME
 
 Addresses are copied from chats and terminals, so errors say which part of one is damaged, and how.
 """
@@ -41,20 +42,38 @@ _DNS_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class Address:
-    """The way to a swarm: multiaddrs with a peer id each, or one @FILE; an invitation's token."""
+    """The way to a swarm: multiaddrs with a peer id each, one @FILE, or the URL of a mailbox; an
+    invitation's token."""
 
     peers: tuple[str, ...]
     token: str | None = None
 
+    @property
+    def mailbox(self) -> str | None:
+        """The URL of the store, if it is one."""
+        return next(filter(is_mailbox, self.peers), None)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings by which a command joins here, as they are typed."""
+        if self.mailbox is not None:
+            return [f"swarm.mailbox={self.mailbox!r}"]
+        return [f"swarm.initial_peers=[{','.join(map(repr, self.callable))}]"]
+
+    @property
+    def callable(self) -> tuple[str, ...]:
+        """The addresses that can be called, or `@FILE`."""
+        return tuple(peer for peer in self.peers if not is_mailbox(peer))
+
     @classmethod
     def parse(cls, text: str, shown: str | None = None) -> Address:
-        """Read either form, also in quotes or after `diloco join`.
+        """Read any form, also in quotes or after `diloco join`.
 
         `ConfigError` says what is wrong, in `shown`.
         """
         text = unquoted(text)
         source = show(shown or text, 160)
-        if text.startswith("@") and len(text) > 1 and "," not in text:
+        if (text.startswith("@") and len(text) > 1 and "," not in text) or is_mailbox(text):
             return cls((text,))
         peers, token = list[str](), None
         for entry in _COPIED.findall(text) or [text]:
@@ -103,6 +122,12 @@ class Address:
             return self.peers[0]
         token = "" if self.token is None else f"?token={self.token}"
         return SCHEME + "/" + ",".join(peer.lstrip("/") for peer in self.peers) + token
+
+
+def is_mailbox(text: str) -> bool:
+    """Return True for the URL of a store, through which peers exchange objects."""
+    scheme = re.match(r"([a-z][a-z0-9+]*)://\S", text)
+    return scheme is not None and scheme[1] not in ("diloco", "http", "https")
 
 
 def line_of_stdin(name: str) -> str:
@@ -172,6 +197,14 @@ def _wrong(kind: str, host: str, port: str, *ids: str | None) -> str | None:
         if not _ID.fullmatch(peer_id):
             return f"its peer id {show(peer_id)} is cut off or damaged; {copy}"
     return None
+
+
+def peer_id_of(address: str) -> str:
+    """Return the peer id at the end of a multiaddr; `ConfigError` shows a correct one."""
+    wrong = address_error(address)
+    if wrong is not None:
+        raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
+    return address.rsplit("/", 1)[1]
 
 
 def host_of(address: str) -> str:

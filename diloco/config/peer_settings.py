@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, model_validator
 
+from diloco.config.address import is_mailbox
 from diloco.config.explain import TypeHint
 from diloco.config.registry import import_code
 from diloco.config.types import (
@@ -25,6 +26,21 @@ from diloco.config.types import (
     Tuple,
     Unquoted,
 )
+
+
+def _store_url(url: str) -> str:
+    example = "one looks like s3://BUCKET/NAME, hf://buckets/ORG/NAME or file:///shared/NAME"
+    if not is_mailbox(url):
+        raise ValueError(f"swarm.mailbox={url} is not the URL of a store; {example}")
+    if "@" in url.split("/")[2]:
+        raise ValueError(
+            "swarm.mailbox has a key in it, which logs show; put it where the store's"
+            " library looks for one, such as ~/.aws/credentials"
+        )
+    return url.rstrip("/")
+
+
+MailboxUrl = Annotated[str, AfterValidator(_store_url), TypeHint("the URL of a folder in a store")]
 
 
 def _without_secret(url: str) -> str:
@@ -102,6 +118,8 @@ class PeerSwarmConfig(PeerLocal):
 
     initial_peers: Annotated[tuple[PeerAddress, ...], Tuple] = ()
     """Addresses of peers of the swarm to join; [] starts a new swarm."""
+    mailbox: MailboxUrl | None = None
+    """URL of a store's folder through which peers exchange objects: hf://buckets/ORG/NAME."""
     listen: Annotated[tuple[Multiaddr, ...], Tuple, NotEmpty] = Field(("/ip4/127.0.0.1/tcp/0",))
     """Multiaddrs to listen on; port 0 is any free port."""
     bulk_port: int | None = Field(None, ge=0, le=65535)
@@ -123,6 +141,11 @@ class PeerSwarmConfig(PeerLocal):
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between signs of life.")
     inner_state: Literal["donor", "cold"] = "donor"
     """A joiner's inner optimizer state: a donor's, or none (cold: its first round is left out)."""
+
+    @property
+    def donors(self) -> tuple[str, ...]:
+        """Where to ask for the run: addresses of peers, or the mailbox."""
+        return self.initial_peers or ((self.mailbox,) if self.mailbox else ())
 
     @model_validator(mode="after")
     def _only_tcp(self) -> PeerSwarmConfig:

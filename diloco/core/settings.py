@@ -38,6 +38,7 @@ class ProtocolSettings(Schedule):
     refresh_s: float = 5.0  # after which a contribution is offered, a lease or a donor asked again
     stuck_s: float = 60.0  # an author that has one for so long, and 4 rounds, is passed over
     deadline_s: float = 8.0  # in which the first bytes of an answer come, and the next ones
+    looks: bool = False  # others look for what is said here, and hear nothing at once
     tick_s: float = 0.05  # statuses that come within that time are acted upon together
     fanout: int = 2  # peers to which a record is given at a time
     records: int = 8  # kept of a fragment

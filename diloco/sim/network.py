@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from diloco.errors import SwarmError
 from diloco.sim.link import PeerLink, piece_bytes
@@ -333,6 +334,7 @@ class SimTransport:
         self.may_call: Callable[[str], bool] = lambda address: True
         self.way: Callable[[str], str] = lambda peer: ""
         self.reachable, self.advice = True, ""
+        self.store: Any = None
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.handlers: dict[str, Handler] = (
             {} if gate.admission is None else {GREETING: gate.welcome}

@@ -68,6 +68,8 @@ class Context:
     _moving: dict[object, tuple[Callable[[], int], Callable[[int], object], int]] = field(
         default_factory=dict
     )
+    _stopped_at: float | None = None
+    _stood_s: float = 0.0
     # set by the node: carries out actions of the core; keeps events for watchers; makes a snapshot
     # for them; reads a part of an anchor by fragment, head and part (None if it is gone)
     carry_out: Callable[[Sequence[Action]], None] = field(init=False)
@@ -79,8 +81,20 @@ class Context:
         self.locks = [FragmentLock() for _ in self.replica.fragments]
 
     def now(self) -> float:
-        """Seconds of the event loop's clock."""
-        return asyncio.get_running_loop().time()
+        """Seconds of this node's clock: the event loop's, without the time for which it stood."""
+        since = self._stopped_at
+        return (asyncio.get_running_loop().time() if since is None else since) - self._stood_s
+
+    def stop_clock(self) -> None:
+        """Let the clock stand, while no peer could be heard: no deadline of the core passes."""
+        if self._stopped_at is None:
+            self._stopped_at = asyncio.get_running_loop().time()
+
+    def start_clock(self) -> None:
+        """Let the clock go on."""
+        if self._stopped_at is not None:
+            self._stood_s += asyncio.get_running_loop().time() - self._stopped_at
+            self._stopped_at = None
 
     def note(self, kind: str, **fields: object) -> None:
         """Log an event and keep it for watchers; `limits` bounds those that others cause."""

@@ -40,13 +40,13 @@ class Host:
         self._config, self._name = config, name
         self._log = RunLog(config.run.dir, name)
         manifest, identity = config.manifest(), identity_path(config, name)
-        if config.swarm.initial_peers:
+        if donors := config.swarm.donors:
             gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
-            info = inspect_swarm(config.swarm.initial_peers, identity, gate=gate)
+            info = inspect_swarm(donors, identity, gate=gate)
             check_clock(info)
             manifest = parse_manifest(info.manifest_text)
             config = start_files.with_manifest(config, manifest)
-            config = start_files.fetch_start_files(config, info.addresses, gate, identity)
+            config = start_files.fetch_start_files(config, info.addresses or donors, gate, identity)
         self.manifest, self.config = manifest, config
         self.model = model = models.build(config.model, manifest.run.seed, narrow=True)
         start_files.keep(config, model)

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from diloco.attach.arguments import known_by
 from diloco.config import Config, Manifest
-from diloco.config.address import reachability
+from diloco.config.address import Address, peer_id_of, reachability
 from diloco.errors import ConfigError
 from diloco.rundir.files import data_home, exclusive
 from diloco.swarm.wire.identity import own_id
-from diloco.swarm.wire.libp2p import peer_id_of
 from diloco.train.checkpoint import checkpoints_name
 from diloco.train.gradients import check_base
 from diloco.train.machine import Machine, MemoryNeed, fit_micro_batch, memory_need
@@ -95,7 +94,8 @@ def volunteer_config(
         "swarm.listen": ("/ip4/0.0.0.0/tcp/0",) if elsewhere else config.swarm.listen,
     }
     settings = {key: value for key, value in chosen.items() if key not in typed}
-    settings |= {"swarm.initial_peers": tuple(peers)}
+    joins = Address(tuple(peers))
+    settings |= {"swarm.initial_peers": joins.callable, "swarm.mailbox": joins.mailbox}
     return with_settings(joined, settings | {"swarm.identity_path": str(directory.identity)})
 
 

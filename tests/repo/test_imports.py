@@ -42,7 +42,7 @@ LAYERS = [
     """.strip().splitlines()
 ]
 # The same inside a part that has folders of its own.
-FOLDERS = {"swarm": [{"wire"}, {"rpc"}, {"node", "client"}]}
+FOLDERS = {"swarm": [{"wire"}, {"rpc"}, {"mailbox"}, {"node", "client"}]}
 # Where a package may be imported; anything else that is not in the standard library may not be
 # imported at all.
 TORCH = "outer extensions model data swarm rundir attach train sim integrations"
@@ -57,7 +57,8 @@ HOMES = {
     "huggingface_hub": {"hub"},
     "datasets": {"data"},
     "pyarrow": {"data"},
-    "fsspec": {"rundir"},
+    "fsspec": {"rundir", "swarm"},
+    "base58": {"swarm"},
     "wandb": {"rundir"},
     "matplotlib": {"rundir"},
     "torch.distributed": {"attach"},

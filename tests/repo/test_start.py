@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.swarm import _defer
+from diloco.swarm.wire.hivemind_names import _defer
 from tests.support.places import PACKAGE
 
 UNUSED = "scipy hivemind.averaging hivemind.moe hivemind.optim pydantic.v1"

@@ -24,7 +24,7 @@ EXACT = {"lr": 1.0, "momentum": 0.0, "momentum_warmup": 0, "codec_up": "fp32", "
 class Unconnected(NoNetwork, Nobody):
     """The transport of a peer that others could call."""
 
-    reachable, advice, addresses = True, "", ()
+    reachable, advice, addresses, store = True, "", (), None
 
     def may_call(self, address: str) -> bool:
         return True

@@ -84,6 +84,7 @@ class Transport:
 
     seeds: tuple[str, ...] = ("donor",)
     addresses: tuple[str, ...] = ()
+    store = None
 
     def __init__(
         self, answer: Callable[[PeerStream, Any], Awaitable[None]], asker: str = "asker"

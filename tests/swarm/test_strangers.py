@@ -115,7 +115,7 @@ def test_a_stranger_hears_nothing_of_model_data_manifest_or_members_on_any_strea
     # a credential that was overheard
     overheard = Gate(member.node.context.gate.admission)
     overheard.me = member.peer_id
-    questions.append((GREETING, overheard._greeting()))
+    questions.append((GREETING, overheard.greeting()))
 
     async def work() -> tuple[str, list[object], list[str]]:
         stranger = await intruder(member)

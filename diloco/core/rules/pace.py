@@ -50,6 +50,8 @@ def is_under_way(core: Facts, f: FragmentState) -> bool:
     since = core.now - patience_s(core, f)
     if any(member.tips.get(f.index) == f.tip.key for member in core.members.all()):
         return False
+    if core.settings.looks and len(core.members):
+        return f.adopted_at.get(f.tip.head.id, since) > since
     return any(at > since for at in f.outbox.served_at.values())
 
 

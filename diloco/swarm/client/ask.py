@@ -4,29 +4,35 @@ connects and closes."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import statistics
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.admission import Revoked, RunKey
 from diloco.atomic import replace_file
 from diloco.config import Manifest, SwarmConfig
+from diloco.config.address import is_mailbox
 from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import ConfigError, PayloadError, SwarmError
+from diloco.swarm.mailbox.objects import MAX_RUN_BYTES, unpack_run
+from diloco.swarm.mailbox.store import Away, FileStore
 from diloco.swarm.rpc.probe import ProbeResult, ask_to_be_called, probe
 from diloco.swarm.rpc.registry import FOR_DOCTOR, load_questions
 from diloco.swarm.rpc.watch import request_file, request_manifest
 from diloco.swarm.wire.gate import Gate
-from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.streams import BROKEN
 from diloco.swarm.wire.transport import Transport
 from diloco.text import plain
 
 if TYPE_CHECKING:  # a process that only watches does not load torch
     from diloco.swarm.context import FilePart
+    from diloco.swarm.wire.libp2p import Libp2p
 
 CLOCK_LIMIT_S = 3.0  # hivemind's DHT refuses peers whose clocks differ by more
 PEERS_ASKED = 4
@@ -88,6 +94,9 @@ def inspect_swarm(
     entry is no address.
     """
     gate = gate or Gate()
+    if is_mailbox(initial_peers[0]):
+        return asyncio.run(_inspect_mailbox(initial_peers[0], gate))
+    from diloco.swarm.wire.libp2p import Libp2p  # imports hivemind
 
     async def ask() -> SwarmInfo:
         async with aclosing(await Libp2p.client(initial_peers, gate, identity_path)) as visitor:
@@ -113,6 +122,48 @@ def inspect_swarm(
             return SwarmInfo(text, peers, visitor.silent, lines)
 
     return asyncio.run(ask())
+
+
+async def _inspect_mailbox(url: str, gate: Gate) -> SwarmInfo:
+    """Read the manifest in a store. Raises as `inspect_swarm`."""
+    store = FileStore(url)
+    try:
+        manifest, seal, digest = unpack_run(await store.read("run", MAX_RUN_BYTES))
+    except FileNotFoundError:
+        remedy = f"start one by diloco train swarm.mailbox={url}, or check the URL"
+        raise SwarmError(f"swarm.mailbox={url}: no run is there; {remedy}") from None
+    except (PayloadError, Away) as error:
+        raise SwarmError(f"swarm.mailbox={url} cannot be read: {error}; try again") from None
+    if not gate.sealed(digest, seal):
+        raise SwarmError(UNSEALED)
+    return SwarmInfo(manifest, [])
+
+
+def try_store(url: str) -> dict[str, float]:
+    """Write, list, read and delete a small object in a store; return seconds by what was done.
+
+    Raises `SwarmError` with what the store does not allow, and `ConfigError` for a URL that cannot
+    be opened.
+    """
+    name = f"doctor/{secrets.token_hex(8)}"
+
+    async def work() -> dict[str, float]:
+        store, took_s, begun_at = FileStore(url), dict[str, float](), time.monotonic()
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "written": lambda: store.write(name, [b"diloco doctor"]),
+            "listed": lambda: store.tags("doctor"),
+            "read": lambda: store.read(name, 64),
+            "deleted": lambda: store.delete([name]),
+        }
+        for what, call in calls.items():
+            try:
+                await call()
+            except (Away, FileNotFoundError) as error:
+                raise SwarmError(f"{url}: an object cannot be {what}: {error}") from None
+            took_s[what], begun_at = time.monotonic() - begun_at, time.monotonic()
+        return took_s
+
+    return asyncio.run(work())
 
 
 def _no_manifest(addresses: Sequence[str], reasons: list[str]) -> str:
@@ -188,6 +239,10 @@ async def fetch_files(
     permission.
     """
     left, reasons = dict(wanted), [""]
+    if is_mailbox(initial_peers[0]):
+        return await _read_files(FileStore(initial_peers[0]), wanted, most_bytes, on_progress)
+    from diloco.swarm.wire.libp2p import Libp2p
+
     at_once = asyncio.Semaphore(min(PEERS_ASKED, len(wanted)))
 
     async def ask(peer: str) -> None:
@@ -229,6 +284,27 @@ async def fetch_files(
         raise SwarmError(f"{needed}; try another address of the run")
 
 
+async def _read_files(
+    store: FileStore,
+    wanted: FilesByDigest,
+    most_bytes: int,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Fetch files from a store, as `fetch_files`."""
+    for digest, (places, limit) in wanted.items():
+        name = f"file/{digest}"
+        try:
+            content = bytes(await store.read(name, min(limit, most_bytes)))
+        except (FileNotFoundError, Away, PayloadError) as error:
+            why = f"{store.url}: the run needs {name} ({error})"
+            raise SwarmError(f"{why}; try again while one of its peers runs") from None
+        if sha256(content).hexdigest() != digest:
+            raise SwarmError(f"{store.url}/{name} is not the run's; delete it there, and try again")
+        _write(places, content)
+        most_bytes -= len(content) * len(places)
+        on_progress(most_bytes)
+
+
 def _write(places: Sequence[FilePart], content: bytes) -> None:
     for path, offset, nbytes in places:
         try:
@@ -257,6 +333,8 @@ def try_to_listen(
 
     Returns the addresses, True if others can connect there, and the remedy if they cannot.
     """
+    from diloco.swarm.wire.libp2p import Libp2p
+
     places = {"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce)}
     network = SwarmConfig().model_copy(update={**places, "reachable": "yes"})
 
@@ -277,6 +355,8 @@ async def spread_revocations(
     The gate is that of an observer with the owner's key. `SwarmError` if no peer answers there, or
     takes the list.
     """
+    from diloco.swarm.wire.libp2p import Libp2p
+
     mine = gate.admission
     assert mine is not None
     # the greeting brings the swarm's list

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -25,6 +26,7 @@ from diloco.swarm import limits
 from diloco.swarm.context import Context
 from diloco.swarm.limits import Offence, offences
 from diloco.swarm.node.options import RunSpec
+from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
 from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, PeerStream
@@ -55,6 +57,8 @@ class ControlMesh:
         self.refusal: str | None = None
         self._context, self._run = context, run
         self._core, self._gate = context.core, context.gate
+        self.send = partial(contribution.send, context)
+        self.fetch = partial(state.fetch, context)
         self._members = context.core.facts.members
         self._gate.identity_in_use = self._identity_in_use
         self._gate.on_revoked = self._pass_on_revocations
@@ -80,6 +84,10 @@ class ControlMesh:
         self._started = True
         self._context.tasks.spawn(self._discover())
         return [peer for peer, ok in zip(seeds, answered, strict=True) if ok]
+
+    def carries(self, peer: str) -> bool:
+        """Return True for a peer that has a stream to or from this one."""
+        return peer in self._outgoing or peer in self._incoming
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every connected peer; never blocks."""
@@ -244,7 +252,7 @@ class ControlMesh:
     async def _send_queued(self, peer: str, outgoing: Outgoing) -> None:
         """Write queued messages to a peer's stream until either side ends it."""
         stream = outgoing.stream
-        ended = asyncio.create_task(_end_of(stream))
+        ended = asyncio.create_task(stream.ended())
         ended.add_done_callback(lambda _: outgoing.awake.set())
         try:
             while not (outgoing.over or ended.done()):
@@ -384,12 +392,7 @@ class ControlMesh:
             for member in self._members.all():
                 self._lost.pop(member.peer, None)
                 # a member that called us may have refused our call: then it gets no messages
-                self.dial(member.peer)
+                if self.carries(member.peer):
+                    self.dial(member.peer)
             self._dial_lost()
             await asyncio.sleep(RECORD_PERIOD_S)
-
-
-async def _end_of(stream: PeerStream) -> None:
-    """Wait until the other side ends a stream on which it sends nothing."""
-    with contextlib.suppress(*BROKEN, PayloadError):
-        await stream.receive(None)

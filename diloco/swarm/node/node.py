@@ -27,12 +27,12 @@ from diloco.outer.replica import Replica
 from diloco.ranges import NONE
 from diloco.swarm.context import Context, OnEvent
 from diloco.swarm.node.anchors import Anchors
+from diloco.swarm.node.carriers import Carriers
 from diloco.swarm.node.leases import LeasedData
-from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import NodeOptions, make_context
 from diloco.swarm.node.position import Position, dylu_steps, nothing
 from diloco.swarm.node.recorder import PeerRecord, Recorder, record_of
-from diloco.swarm.rpc import contribution, state
+from diloco.swarm.rpc import contribution
 from diloco.swarm.rpc.inner_state import InnerLayout, InnerState, fetch_inner
 from diloco.swarm.rpc.server import Server
 from diloco.swarm.wire.streams import BULK
@@ -69,7 +69,7 @@ class Node:
         self.recorder.way = lambda peer: context.transport.way(peer)
         context.watch, context.carry_out = self.recorder.note, self.carry_out
         context.packed_snapshot, context.read_part = self.recorder.packed, self.anchors.read_part
-        self._mesh = ControlMesh(context, options.run)
+        self._carriers = Carriers(context, options.run)
         self._server = Server(context)
         self._until, self._spawn = context.tasks.until, context.tasks.spawn
         self._captures: list[Line] = []
@@ -103,9 +103,9 @@ class Node:
         if not transport.reachable:
             context.note("unreachable", advice=transport.advice or "swarm.reachable=no")
         await transport.handle(BULK, self._server.serve)
-        answered = await self._mesh.start()
-        if self._mesh.refusal is not None:
-            raise SwarmError(self._mesh.refusal)
+        answered = await self._carriers.start()
+        if self._carriers.refusal is not None:
+            raise SwarmError(self._carriers.refusal)
         if transport.seeds and not answered:
             given = f"swarm.initial_peers={list(self._options.network.initial_peers)}"
             run = self._options.run.id
@@ -115,11 +115,15 @@ class Node:
 
     async def _discover(self) -> None:
         """Wait until this newcomer has met every peer that it can reach."""
-        mesh, members = self._mesh, self.core.facts.members
-        if self.context.transport.seeds:
+        carriers, transport = self._carriers, self.context.transport
+        members = self.core.facts.members
+        if transport.store is not None:
+            while not carriers.all_greeted():
+                await asyncio.sleep(self._options.network.heartbeat_s)
+        elif transport.seeds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DISCOVERY_S):
-                    await self._until(lambda: mesh.all_greeted() and len(members) > 0)
+                    await self._until(lambda: carriers.all_greeted() and len(members) > 0)
         self.context.do(events.Discovered())
 
     async def _tick(self) -> None:
@@ -128,7 +132,7 @@ class Node:
             self.context.do(events.Tick())
             self.anchors.follow()
             self.recorder.sample(self.context.now())
-            self._mesh.expel()
+            self._carriers.expel()
             await asyncio.sleep(self._options.network.heartbeat_s)
 
     async def close(self) -> None:
@@ -138,7 +142,7 @@ class Node:
         late = await context.tasks.close(CLOSE_S)
         if late:
             context.note("closed_late", waited_s=CLOSE_S, tasks=late)
-        await self._mesh.close()
+        await self._carriers.close()
         await context.transport.close()
 
     def carry_out(self, actions: Sequence[events.Action]) -> None:
@@ -150,9 +154,9 @@ class Node:
                 case events.Load(fragment):
                     self._loads[fragment] = None
                 case events.SendPayload():
-                    self._spawn(contribution.send(self.context, action))
+                    self._spawn(self._carriers.of(action.peer).send(action))
                 case events.AskDonor(peer, get):
-                    self._spawn(state.fetch(self.context, peer, get))
+                    self._spawn(self._carriers.of(peer).fetch(peer, get))
                 case events.Merge():
                     self._spawn(self.anchors.merge(action))
                 case events.Apply():
@@ -172,19 +176,18 @@ class Node:
     def _carry_out(self, action: events.Action) -> None:
         match action:
             case events.Broadcast(message):
-                self._mesh.broadcast(message)
+                self._carriers.broadcast(message)
             case events.Send(peer, Answer(says="want") as answer):
                 at = contribution.received(self.context, answer)
-                self._mesh.tell(peer, with_fields(answer, at=at))
+                self._carriers.of(peer).tell(peer, with_fields(answer, at=at))
             case events.Send(peer, message):
-                self._mesh.tell(peer, message)
+                self._carriers.of(peer).tell(peer, message)
             case events.Disconnect(peer):
-                self._mesh.disconnect(peer)
-                self._mesh.redial_later(peer)
+                self._carriers.disconnect(peer)
             case events.Note(kind, fields):
                 self.context.note(kind, **fields)
             case events.Wake(at):
-                asyncio.get_running_loop().call_at(at, self._wake)
+                asyncio.get_running_loop().call_later(at - self.context.now(), self._wake)
             case events.Exit():
                 self._exited = True
 
@@ -201,10 +204,10 @@ class Node:
         peers refuse it while they leave, or as a penalty, so a refusal counts only if no other peer
         admits it.
         """
-        facts, mesh = self.core.facts, self._mesh
+        facts, carriers = self.core.facts, self._carriers
 
         def refused() -> str | None:
-            return None if len(facts.members) else mesh.refusal
+            return None if len(facts.members) else carriers.refusal
 
         await self._until(lambda: refused() is not None or self._interrupted or facts.life.ready)
         if (reason := refused()) is not None:
@@ -383,7 +386,7 @@ class Node:
         self.context.do(events.Leave(finished))
         latest = lifecycle.latest_exit(self.core.facts) + CLOSE_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(latest):
+            async with asyncio.timeout(latest - self.context.now()):
                 while not self._exited:
                     while self._captures:
                         await self.anchors.capture(self._captures.pop(0))

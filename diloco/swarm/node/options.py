@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diloco.config import OuterConfig, SwarmConfig, flatten
@@ -115,6 +115,22 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
     )
 
 
+def _with_mailbox(settings: ProtocolSettings) -> ProtocolSettings:
+    """Wait for peers that look at their mailboxes every five heartbeats, or less often."""
+    look_s = 5.0 * settings.heartbeat_s
+    return replace(
+        settings,
+        looks=True,
+        silence_s=3 * look_s,
+        silence_beats=3.0,
+        settle_s=3 * look_s,
+        stall_s=max(settings.stall_s, 4 * look_s),
+        refresh_s=2 * look_s,
+        stuck_s=max(settings.stuck_s, 12 * look_s),
+        deadline_s=max(60.0, 12 * look_s),  # for the first bytes of an object, some 16 MB
+    )
+
+
 class OuterArithmetic:
     """`Arithmetic` of the outer optimizer.
 
@@ -158,9 +174,10 @@ async def make_context(
     )
     steps, tokens, rounds = options.planned
     up, down = replica.payloads, replica.updates
+    settings = core_settings(replica.settings, options.network)
     core = Peer(
         identity,
-        core_settings(replica.settings, options.network),
+        settings if transport.store is None else _with_mailbox(settings),
         OuterArithmetic(replica),
         await _tips(options, replica),
         [

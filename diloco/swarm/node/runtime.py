@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from diloco.outer.replica import Replica
+from diloco.swarm.mailbox.store import FileStore
+from diloco.swarm.mailbox.transport import NoStreams
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.rpc.probe import ask_to_be_called
-from diloco.swarm.wire.libp2p import Libp2p
 from diloco.swarm.wire.transport import Transport
 
 T = TypeVar("T")
@@ -46,9 +47,16 @@ class Runtime(Protocol):
 
 
 async def connect(options: NodeOptions) -> Transport:
-    """Join the real network."""
-    where = (options.network, options.identity_path, options.gate, options.run.id)
-    return await Libp2p.connect(*where, ask_to_be_called)
+    """Join the real network; only with a mailbox and no address, no stream is ever opened."""
+    network, identity, gate = options.network, options.identity_path, options.gate
+    store = None if network.mailbox is None else FileStore(network.mailbox)
+    if store is not None and not network.initial_peers:
+        return NoStreams(identity, gate, store, network.reachable != "no")
+    from diloco.swarm.wire.libp2p import Libp2p  # imports hivemind
+
+    transport = await Libp2p.connect(network, identity, gate, options.run.id, ask_to_be_called)
+    transport.store = store
+    return transport
 
 
 class EventLoopThread:

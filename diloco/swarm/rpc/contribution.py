@@ -88,6 +88,16 @@ async def _send(context: Context, stream: PeerStream, action: events.SendPayload
         reading.cancel()
 
 
+async def check_payload(context: Context, line: Line, payload: Tensor) -> None:
+    """Raise `PayloadError` unless a payload (uint8) is what its signed line says."""
+    if await in_thread(payload_digest, payload) != line.root:
+        raise PayloadError("a payload is not what its line says")
+    with offences():  # the contributor signed this norm, and peers check it before passing on
+        norm = await in_thread(context.replica.payload_norm, line.fragment, payload)
+        if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
+            raise PayloadError(f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}")
+
+
 def received(context: Context, line: Line | Answer) -> int:
     """Count the bytes received of the payload of a contribution."""
     return context.partial.get((line.fragment, line.peer, line.stamp), (None, 0))[1]
@@ -115,13 +125,7 @@ class ContributionServer:
 
         with self._context.moving(lambda: stream.payload_in, acknowledge):
             payload = await self._payload(stream, line, push.at)
-        if await in_thread(payload_digest, payload) != line.root:
-            raise PayloadError("a payload is not what its line says")
-        with offences():  # the contributor signed this norm, and peers check it before passing on
-            norm = await in_thread(self._replica.payload_norm, line.fragment, payload)
-            if not isclose(norm, line.norm, rel_tol=NORM_ERROR, abs_tol=1e-12):
-                reason = f"a payload has norm {norm:.6g}, and its line says {line.norm:.6g}"
-                raise PayloadError(reason)
+        await check_payload(self._context, line, payload)
         await stream.send(Got(payload.numel()))
         age_s = push.age_s + self._context.now() - begun_at
         self._context.do(events.Delivered(stream.peer, line, payload, age_s))

@@ -56,7 +56,7 @@ BYTES = 1 << 18  # bytes of an update sent at a time
 WAITING_S = 5.0  # interval of messages that the next part is still arriving
 
 
-def _anchor_codec(replica: Replica, number: int) -> Codec:
+def anchor_codec(replica: Replica, number: int) -> Codec:
     """Choose a lossless codec: that of the last update if it carried the values, else fp32."""
     return replica.down if replica.down.carries_values and number > 0 else CODECS["fp32"]
 
@@ -205,7 +205,7 @@ async def _values(
 ) -> Tensor:
     start, stop = part_ranges(replica.fragments[fragment].numel)[part]
     values = torch.empty(stop - start, dtype=torch.float32)
-    how = _anchor_codec(replica, goal.head.number)
+    how = anchor_codec(replica, goal.head.number)
     for piece in torch.split(values, PIECE):
         payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)
         await stream.receive_payload(payload)
@@ -295,7 +295,7 @@ class StateServer:
             return await stream.send(No())
         whole = PartHeader(answer.head, answer.book, answer.digests)
         await stream.send(Values() if get.want else whole)
-        how = _anchor_codec(replica, answer.head.number)
+        how = anchor_codec(replica, answer.head.number)
         for piece in torch.split(values, PIECE):
             payload = torch.empty(how.nbytes(piece.numel()), dtype=torch.uint8)
             how.encode(piece, payload)

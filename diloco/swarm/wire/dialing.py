@@ -14,13 +14,8 @@ from contextlib import suppress
 from tempfile import gettempdir
 from typing import Any
 
-from hivemind.p2p.p2p_daemon import P2P
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils.multiaddr import Multiaddr
-
 from diloco.config.address import host_of, reachability
+from diloco.swarm.wire.hivemind_names import P2P, ControlFailure, Multiaddr, P2PDaemonError, PeerID
 
 logger = logging.getLogger(__name__)
 

@@ -82,14 +82,14 @@ class Gate:
             return
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             reader, writer = await opener()
-        stream, mine = PeerStream(peer, reader, writer, Traffic()), self._greeting()
+        stream, mine = PeerStream(peer, reader, writer, Traffic()), self.greeting()
         try:
             await stream.send(mine)
             answer = await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES)
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
             theirs = expect(answer, Greeting)
-            reason = self._admit(peer, theirs)
+            reason = self.admit(peer, theirs)
             if reason is None:
                 await self._exchange_revocations(stream, mine, theirs)
                 reason = None if self.trusts(peer) else "its invitation allows to watch only"
@@ -114,10 +114,10 @@ class Gate:
             if not self.trusts(peer):
                 self._end_older_strangers(peer, writer)
             theirs = expect(await stream.receive(GREETING_TIMEOUT_S, MAX_GREETING_BYTES), Greeting)
-            reason = self._admit(peer, theirs)
+            reason = self.admit(peer, theirs)
             if reason is None and theirs.instance:
                 reason = await self.identity_in_use(peer, theirs.instance)
-            mine = self._greeting()
+            mine = self.greeting()
             if reason is None:
                 await stream.send(mine)
                 await self._exchange_revocations(stream, mine, theirs)
@@ -134,14 +134,16 @@ class Gate:
             self._strangers.remove(writer)
             stream.close()
 
-    def _greeting(self) -> Greeting:
+    def greeting(self) -> Greeting:
+        """Return the greeting of this peer: its credential, if it has one."""
         if self.admission is None:
             return Greeting(credential="", revoked=0, instance=self.instance)
         token, number = self.admission.token, self.admission.revoked.number
         shown = "" if token is None else token.credential(self.me, self._role)
         return Greeting(credential=shown, revoked=number, instance=self.instance)
 
-    def _admit(self, peer: str, greeting: Greeting) -> str | None:
+    def admit(self, peer: str, greeting: Greeting) -> str | None:
+        """Check a credential; return the reason if it admits nobody here, or None."""
         if self.admission is None:
             return None
         return self.admission.admit(peer, greeting.credential, time.time())

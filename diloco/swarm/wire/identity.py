@@ -11,18 +11,18 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import base58
 import msgpack
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from hivemind.p2p.p2p_daemon import P2P
-from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-from hivemind.proto import crypto_pb2
 
 from diloco.admission.keys import check_private
 from diloco.errors import ConfigError
 
 MAX_KEY_BYTES = 1024
+WORD = b"diloco word"  # context of signatures other than those of DHT records
+_RSA = b"\x08\x00\x12"  # protobuf: field 1 is the type, 0 for RSA; field 2 the key
 _NO_SIGNATURE = (ValueError, TypeError, RecursionError, msgpack.UnpackException)
 
 
@@ -50,9 +50,10 @@ class SigningKey:
             why = f"swarm.identity_path={path} cannot be used: {error.strerror}; name another file"
             raise ConfigError(why) from None
         key: object = None
-        with suppress(Exception):  # of protobuf, or of the cryptography library
-            data = crypto_pb2.PrivateKey.FromString(private).data
-            key = serialization.load_der_private_key(data, password=None)
+        with suppress(Exception):  # of the cryptography library
+            der = private[len(_RSA) + 2 :]
+            if private == _as_libp2p(der):
+                key = serialization.load_der_private_key(der, password=None)
         if not isinstance(key, rsa.RSAPrivateKey):
             why = f"swarm.identity_path={path} holds no private key"
             raise ConfigError(f"{why}; name another file, or a new one")
@@ -93,14 +94,28 @@ def _known(public: bytes) -> tuple[str, rsa.RSAPublicKey]:
     key = serialization.load_der_public_key(public)
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("not an RSA key")
-    named = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public).SerializeToString()
     # multihash: SHA-256, 32 bytes
-    return str(PeerID(b"\x12\x20" + hashlib.sha256(named).digest()).to_base58()), key
+    named = b"\x12\x20" + hashlib.sha256(_as_libp2p(public)).digest()
+    return base58.b58encode(named).decode(), key
+
+
+def _as_libp2p(der: bytes) -> bytes:
+    """Return a DER key as libp2p's protobuf message of an RSA key, public or private."""
+    nbytes = len(der)
+    assert 2**7 <= nbytes < 2**14, "such a length is a varint of two bytes"
+    return _RSA + bytes((nbytes & 127 | 128, nbytes >> 7)) + der
 
 
 def _make_identity(path: Path) -> None:
-    """As hivemind's `generate_identity`, but other users can never read the key."""
+    """Write a new key, which other users can never read."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as private:
-        with suppress(PermissionError):  # of hivemind's `chmod`, on a file system without modes
-            P2P.generate_identity(str(Path(private, "key")))
-        os.replace(Path(private, "key"), path)
+        file = Path(private, "key")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as writer:
+            writer.write(_as_libp2p(der))
+        os.replace(file, path)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
+import socket
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -40,6 +41,23 @@ HELLO_S = 10.0  # for the handshake of a stranger
 HOSTS, _NAME_BYTES = 4, 64  # a name is a peer id, padded with zeros
 
 Hosts = Annotated[list[Annotated[str, Meta(max_length=45)]], Meta(max_length=HOSTS)]
+
+
+def check_free(listen: Sequence[str]) -> None:
+    """Raise `SwarmError` if one of these ports is in use: libp2p would silently share it."""
+    for address in listen:
+        _, family, host, _, port, *_ = address.split("/")
+        if family not in ("ip4", "ip6") or port == "0":
+            continue
+        version = socket.AF_INET if family == "ip4" else socket.AF_INET6
+        try:
+            with socket.socket(version, socket.SOCK_STREAM) as probe:
+                # a port with ended connections only counts as free
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, int(port)))
+        except OSError as error:
+            why = f"swarm.listen={address} cannot be listened on: {error.strerror}"
+            raise SwarmError(f"{why}; choose another port, or 0 for any") from None
 
 
 class Door(Message, frozen=True, tag="door"):

@@ -8,26 +8,27 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from hivemind.p2p.p2p_daemon import P2P
-from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils.multiaddr import Multiaddr
+from typing import TYPE_CHECKING, Any
 
 from diloco.config import SwarmConfig
-from diloco.config.address import address_error, addresses_in, reachability, same_subnet
+from diloco.config.address import addresses_in, peer_id_of, reachability, same_subnet
 from diloco.errors import ConfigError, DilocoError, SwarmError
 from diloco.swarm.wire.dialing import LOCAL, best_first, call_each, client_daemon, start_daemon
 from diloco.swarm.wire.gate import GREETING, IN_USE, Gate
-from diloco.swarm.wire.identity import SigningKey, verify
-from diloco.swarm.wire.lane import LANE, Lanes
+from diloco.swarm.wire.hivemind_names import (
+    P2P,
+    ControlFailure,
+    Multiaddr,
+    P2PDaemonError,
+    PeerID,
+    StreamInfo,
+)
+from diloco.swarm.wire.identity import WORD, SigningKey, verify
+from diloco.swarm.wire.lane import LANE, Lanes, check_free
 from diloco.swarm.wire.streams import BROKEN, BULK, CONTROL
 from diloco.swarm.wire.transport import (
     ByteReader,
@@ -45,20 +46,11 @@ if TYPE_CHECKING:
 ADDRESS_WAIT_S = 120.0
 VISIT_WAIT_S = 10.0
 CLOSE_S = 5.0
-_WORD = b"diloco word"  # context of signatures other than those of DHT records
 # parts of libp2p's errors when it has no address of a peer
 _LOST = ("routing: not found", "failed to find any peer in table")
 
 Ask = Callable[[Transport], Awaitable[tuple[bool, str]]]
 """Asks other peers whether they can connect to this one, and what would help if not."""
-
-
-def peer_id_of(address: str) -> str:
-    """Return the peer id at the end of a multiaddr; `ConfigError` shows a correct one."""
-    wrong = address_error(address)
-    if wrong is not None:
-        raise ConfigError(f"swarm.initial_peers: {address!r} is not a peer address: {wrong}")
-    return address.rsplit("/", 1)[1]
 
 
 async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
@@ -82,23 +74,6 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
     for address in addresses:
         peer_id_of(address)
     return addresses
-
-
-def check_free(listen: Sequence[str]) -> None:
-    """Raise `SwarmError` if one of these ports is in use: libp2p would silently share it."""
-    for address in listen:
-        _, family, host, _, port, *_ = address.split("/")
-        if family not in ("ip4", "ip6") or port == "0":
-            continue
-        version = socket.AF_INET if family == "ip4" else socket.AF_INET6
-        try:
-            with socket.socket(version, socket.SOCK_STREAM) as probe:
-                # a port with ended connections only counts as free
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, int(port)))
-        except OSError as error:
-            why = f"swarm.listen={address} cannot be listened on: {error.strerror}"
-            raise SwarmError(f"{why}; choose another port, or 0 for any") from None
 
 
 def _broken(error: Exception, listen: Sequence[str] = ()) -> SwarmError:
@@ -132,6 +107,7 @@ class Libp2p:
         self.addresses: list[str] = []
         self.addresses_of: Callable[[str], Sequence[str]] = lambda peer: ()
         self.reachable, self.advice = True, ""
+        self.store: Any = None
         self.silent: dict[str, str] = {}  # addresses without an answer, and the reasons
         self._scopes = {"public"}  # kinds of addresses that may be called on hearsay
         self._p2p, self._gate = p2p, gate
@@ -318,10 +294,10 @@ class Libp2p:
 
     def sign(self, content: bytes) -> bytes:
         assert self._identity is not None, "a visitor signs nothing"
-        return self._identity.sign(_WORD, content)
+        return self._identity.sign(WORD, content)
 
     def verify(self, peer: str, content: bytes, signature: bytes) -> bool:
-        return verify(_WORD, peer, content, signature)
+        return verify(WORD, peer, content, signature)
 
     async def observed(self, peer: str) -> str:
         for info in await self._p2p.list_peers():

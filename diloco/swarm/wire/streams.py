@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -168,6 +168,11 @@ class PeerStream:
         piece = await self._reader.read(len(out))
         out[: len(piece)] = piece
         return len(piece)
+
+    async def ended(self) -> None:
+        """Wait until the other side ends a stream on which it sends nothing."""
+        with suppress(*BROKEN, PayloadError):
+            await self.receive(None)
 
     async def refuse(self, reason: str, discard: int = REFUSED_BYTES) -> None:
         """Refuse the stream, with the reason for the other side."""

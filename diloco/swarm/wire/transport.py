@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Refused(ConnectionError):
@@ -43,6 +43,7 @@ class Transport(Protocol):
     # True if others can connect; if not, they open streams over connections made by this peer
     reachable: bool
     advice: str  # for the user, how to make this peer reachable; empty if it is
+    store: Any  # `mailbox.store.Store` for a peer with a mailbox, else None
     # returns addresses of a peer, by its id, beyond those that the network knows; set by the node
     addresses_of: Callable[[str], Sequence[str]]
 

@@ -43,9 +43,10 @@ from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.node.saved import Saved
 from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import BULK
-from diloco.swarm.wire.transport import Transport
+from diloco.swarm.wire.transport import Handler, Transport
 from tests.harness.fuzz.faults import Scenario
 from tests.harness.fuzz.lives import Life, LifeCheckpoint, PeerSpec, Violation
+from tests.harness.fuzz.store import SimStore, StoreSpec
 
 # of the outer steps, where a schedule says no others
 RATES = {"lr": 0.7, "momentum": 0.9, "momentum_warmup": 0}
@@ -69,6 +70,7 @@ class Crowd:
         loss: probability that a bulk stream breaks.
         closed: whether only invited peers take part; every peer has an invitation.
         uninvited: peers without one, which contribute: the run is public.
+        store: through which all exchange, instead of streams.
     """
 
     def __init__(
@@ -84,9 +86,13 @@ class Crowd:
         inner_state: str = "donor",
         closed: bool = False,
         uninvited: Collection[str] = (),
+        store: StoreSpec | None = None,
     ) -> None:
         self.loop, self.seed, self.outer = loop, seed, {**RATES, **outer}
         self.network = Network(loop, seed, loss, {BULK})
+        self.store = None if store is None else SimStore(loop, store, seed)
+        self.with_streams: Collection[str] = ()  # in spite of a store
+        self.with_both: Collection[str] = ()  # of these
         self.lives: dict[str, Life] = {}  # the newest of each peer
         self.started: list[Life] = []
         self.ended: list[Life] = []
@@ -121,6 +127,7 @@ class Crowd:
             loss=plan.loss,
             inner_state="cold" if plan.cold else "donor",
             closed=plan.closed,
+            store=plan.store,
         )
 
     # -- what happens ------------------------------------------------------------------------------
@@ -354,7 +361,15 @@ class Crowd:
     def _connect(self, life: Life) -> Connect:
         async def connect(options: NodeOptions) -> Transport:
             link = PeerLink(latency_s=life.member.latency_s)
-            transport = self.network.join(life.name, life.seeds, link, options.gate)
+            streams = self.store is None or life.name in self.with_streams
+            seeds = [seed for seed in life.seeds if seed in self.with_streams or not self.store]
+            transport = self.network.join(life.name, seeds if streams else [], link, options.gate)
+            if life.name not in self.with_streams or life.name in self.with_both:
+                transport.store = self.store
+            if not streams and self.store is not None:
+                transport.addresses, transport.handle = [self.store.url], deaf  # type: ignore
+                transport.announced = nobody  # type: ignore[method-assign]
+            options.gate.instance = f"{life.number:016x}"
             transport.reachable = life.member.reachable
             return transport
 
@@ -388,6 +403,15 @@ class Crowd:
         error = context.get("exception")
         if not isinstance(error, asyncio.CancelledError):
             self.failures.append(f"nobody took {error!r} ({context.get('message')})")
+
+
+async def deaf(protocol: str, handler: Handler) -> None:
+    """The streams that others open to a peer that exchanges through a store only."""
+
+
+async def nobody() -> dict[str, list[str]]:
+    """The addresses of peers that exchange through a store only."""
+    return {}
 
 
 def lying(honest: Codec, factor: float) -> Codec:

@@ -16,11 +16,12 @@ election   two sides, and a peer dies as they part
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, pairwise
 from typing import Any
 
 from tests.harness.fuzz.lives import PeerSpec
+from tests.harness.fuzz.store import StoreSpec
 
 KINDS = (
     "crash restart leave join host freeze suspend reset stall split hold garble hang slow flip"
@@ -66,6 +67,7 @@ class Scenario:
     pieces: bool  # small chunks and parts: several of each fragment
     closed: bool  # only invited peers take part
     faults: tuple[Fault, ...]
+    store: StoreSpec | None = None  # through which all exchange, instead of streams
 
     def describe(self) -> str:
         """The scenario in lines for people."""
@@ -150,6 +152,29 @@ def _outer(r: random.Random, fragments: int) -> dict[str, Any]:
             settings |= {"quorum": 1, "grace_slack": 0.8, "overlap": 1, "merge": "rda"}
             settings |= {"staggered": fragments <= every}
     return settings
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def store_scenario(seed: int) -> Scenario:
+    """The schedule of a seed for peers that exchange through a store."""
+    r, plan = random.Random(f"stores {seed}"), scenario(seed)
+    kinds = "crash restart leave join host freeze suspend hang slow flip stuck".split()
+    faults = [fault for fault in plan.faults if fault.kind in kinds]
+    spans = tuple((at_s, at_s + r.choice([3.0, 20.0, 60.0])) for at_s in (r.uniform(5.0, 60.0),))
+    store = StoreSpec(
+        latency_s=r.choice([0.02, 0.15, 0.5]),
+        bytes_per_s=r.choice([1e4, 1e6]),
+        stale=r.choice([0.0, 0.1, 0.5]),
+        away=spans if r.random() < 0.3 else (),
+        full=spans if r.random() < 0.15 else (),
+        retry_s=r.choice([0.0, 5.0]),
+    )
+    members = tuple(replace(member, reachable=True) for member in plan.members)
+    heartbeat_s = r.choice([0.25, 0.5])
+    changes = {"members": members, "heartbeat_s": heartbeat_s, "faults": tuple(faults)}
+    return replace(plan, **changes, closed=False, store=store)  # type: ignore[arg-type]
 
 
 # -- splits ----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from diloco.messages.fields import MAX_LINES, MAX_RANGES, MAX_UNIT_RANGES
 from diloco.messages.heads import MAX_LATE, MAX_LEDGER, Book, Entry, Head, Line
 from diloco.messages.snapshot import MAX_PIECE_BYTES
 from diloco.protocol import WIRE_VERSION
+from diloco.swarm.mailbox.objects import Box, Letter
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.rpc.inner_state import MAX_MOMENTS, InnerHeader, InnerRequest
 from diloco.swarm.rpc.probe import Probe, ProbeReply
@@ -122,6 +123,8 @@ EXAMPLES = [
     HELLO,
     Figures(2.5, 2.7, 40.0, 4, 5, 3, 1, 1, 9.0, [1.0] * 4),
     Offer(LINE),
+    Letter(1, "b", b"content"),
+    Box(2, True, HELLO, Greeting("c", 1), [Letter(1, "", b"")], {0: [(1, D)]}, {0: (1, D)}),
     Answer(0, "a", 5, "want", 7),
     Welcome(),
     Lease("a", 3, ((1, 5),)),

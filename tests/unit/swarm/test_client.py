@@ -68,7 +68,7 @@ def test_a_file_is_written_whole_or_not_at_all(
             raise PayloadError("that file is not here")
         return b"content"
 
-    monkeypatch.setattr(visiting.Libp2p, "client", visit)
+    monkeypatch.setattr("diloco.swarm.wire.libp2p.Libp2p.client", visit)
     monkeypatch.setattr(visiting, "request_file", request)
     place = tmp_path / "origin" / "tokenizer" / "vocab.json"
     why = r"^no peer there gives vocab\.json, which the run needs \(that file"

@@ -51,13 +51,13 @@ async def test_two_gates_of_a_run_know_each_other_after_a_greeting(key: RunKey) 
     for error, why, said in (
         (Refused, "go away", Refusal(reason="go away")),
         (ConnectionError, "a run does: expected Greeting, got Info", InfoRequest("manifest")),
-        (Untrusted, "the credential belongs to another identity", alice._greeting()),
+        (Untrusted, "the credential belongs to another identity", alice.greeting()),
         (Untrusted, "QmBob is not believed: this run admits invited peers only", Greeting()),
     ):
         with pytest.raises(error, match=why):
             await greet(alice, "QmBob", said)
         assert not alice.trusts("QmBob")
-    assert (await greet(alice, "QmBob", bob._greeting())).closed
+    assert (await greet(alice, "QmBob", bob.greeting())).closed
     assert alice.trusts("QmBob") and alice.role_of("QmBob") == "worker"
     assert not (await greet(alice, "QmBob")).written  # nothing is said twice
     with pytest.raises(asyncio.IncompleteReadError):
@@ -95,12 +95,12 @@ async def test_the_settings_of_a_peer_make_its_gate(key: RunKey, tmp_path: Path)
     token, watch = (issue(key, "run", role, SOON).to_text() for role in ("worker", "observer"))  # type: ignore[arg-type]
     assert gate_for("run", None, None, None).admission is None
     for made in (gate_for("run", public, token, None), gate_for("run", None, None, path)):
-        assert made.run_key == public and made._greeting().credential
+        assert made.run_key == public and made.greeting().credential
     for trains, role in ((True, "worker"), (False, "host")):
         for credential in ((token, None), (None, path)):
             made, door = gate_for("run", public, *credential, trains), gate(key, "QmDoor")
             made.me = "QmMe"
-            await greet(door, "QmMe", made._greeting())
+            await greet(door, "QmMe", made.greeting())
             assert door.role_of("QmMe") == role
     wrong = "ab" * 32
     for settings, complaint in (
@@ -165,7 +165,7 @@ async def test_a_visitor_is_an_observer_whatever_it_was_given(key: RunKey, tmp_p
     assert observer_gate("run", None).admission is None
     stranger = Gate(Admission(issue(RunKey(new_key()), "run", "worker", SOON)))
     with pytest.raises(Untrusted, match="signed by another key"):
-        await greet(door, "QmC", stranger._greeting())
+        await greet(door, "QmC", stranger.greeting())
 
 
 NOW = int(time.time())

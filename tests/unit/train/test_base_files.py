@@ -14,7 +14,6 @@ from diloco import model as models
 from diloco.config import Config, compose
 from diloco.errors import ConfigError, SwarmError, TermsError
 from diloco.rundir import base_files
-from diloco.swarm.client import ask as visiting
 from diloco.swarm.rpc import watch
 from diloco.swarm.wire.streams import Traffic
 from diloco.train import start_files
@@ -59,7 +58,7 @@ class Swarm:
         async def visit(*where: Any) -> Swarm:
             return self
 
-        monkeypatch.setattr(visiting.Libp2p, "client", visit)
+        monkeypatch.setattr("diloco.swarm.wire.libp2p.Libp2p.client", visit)
 
     async def open(self, peer: str, protocol: str) -> Any:
         async def answer(stream: Any, request: watch.InfoRequest) -> None:

@@ -130,6 +130,17 @@ def test_a_box_of_another_peer_or_an_older_one_is_not_believed() -> None:
     assert not kinds["penalty"]
 
 
+def test_an_old_box_is_no_sign_of_life() -> None:
+    """Somebody shows the others an early box of a peer, whenever it writes a new one."""
+    first: dict[str, bytes] = {}
+
+    def old(name: str, content: bytes) -> bytes:
+        return first.setdefault(name, content) if name == "peers/c" else content
+
+    reached, kinds = swarm(old, seconds=120.0)
+    assert kinds["lost silent"] >= 2 and max(reached) >= 2
+
+
 def test_a_bucket_does_not_grow_and_each_peer_makes_few_requests() -> None:
     with virtual_swarm() as loop:
         crowd = Crowd(loop, 0, {"sync_every": 4}, heartbeat_s=HEARTBEAT_S, store=StoreSpec())

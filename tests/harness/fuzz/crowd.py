@@ -358,9 +358,13 @@ class Crowd:
         crowd = self
         return Watched
 
+    def link(self, life: Life) -> PeerLink:
+        """The link of a peer to the network."""
+        return PeerLink(latency_s=life.member.latency_s)
+
     def _connect(self, life: Life) -> Connect:
         async def connect(options: NodeOptions) -> Transport:
-            link = PeerLink(latency_s=life.member.latency_s)
+            link = self.link(life)
             streams = self.store is None or life.name in self.with_streams
             seeds = [seed for seed in life.seeds if seed in self.with_streams or not self.store]
             transport = self.network.join(life.name, seeds if streams else [], link, options.gate)

@@ -34,6 +34,7 @@ class SimStore:
         self.url, self.requests, self.spec = "memory://sim", 0, spec
         self.objects: dict[str, list[tuple[float, bytes]]] = {}
         self.damage: Callable[[str, bytes], bytes] = lambda name, content: content
+        self._links: dict[str | None, asyncio.Lock] = {}  # of peers
         self._random = random.Random(f"store {seed}")
 
     async def tags(self, folder: str) -> dict[str, str]:
@@ -58,7 +59,7 @@ class SimStore:
         content = self.damage(name, versions[-2 if old else -1][1])
         if len(content) > most_bytes:
             raise PayloadError(f"{name} has more than {most_bytes} bytes")
-        await asyncio.sleep(len(content) / self.spec.bytes_per_s)
+        await self._carry(name, len(content))
         on_bytes(len(content))
         return memoryview(bytearray(content))
 
@@ -67,7 +68,7 @@ class SimStore:
         if any(begins <= now < ends for begins, ends in self.spec.full):
             raise Away(f"{name}: no space is left", self.spec.retry_s)
         content = b"".join(chunks)
-        await asyncio.sleep(len(content) / self.spec.bytes_per_s)
+        await self._carry(name, len(content))
         versions = self.objects.setdefault(name, [])
         versions.append((self._loop.seconds, content))
         del versions[:-3]
@@ -76,6 +77,16 @@ class SimStore:
         for name in names:
             await self._request()
             self.objects.pop(name, None)
+
+    def seconds_of(self, name: str, nbytes: int) -> float:
+        """How long the bytes of an object take on a peer's link."""
+        return nbytes / self.spec.bytes_per_s
+
+    async def _carry(self, name: str, nbytes: int) -> None:
+        """Carry one object after another over the link of the peer that asks."""
+        link = self._links.setdefault(self._loop.owner, asyncio.Lock())
+        async with link:
+            await asyncio.sleep(self.seconds_of(name, nbytes))
 
     async def _request(self) -> float:
         """Take the time of a request; return the time of the answer."""

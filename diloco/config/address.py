@@ -103,7 +103,10 @@ class Address:
         parsed = cls.parse(text)
         for peer in parsed.peers:
             with suppress(OSError):  # a peer may be about to write its address into it
-                if peer.startswith("@") and "token=" in small_text(Path(peer[1:])):
+                content = small_text(Path(peer[1:])) if peer.startswith("@") else ""
+                if is_mailbox(unquoted(content)):
+                    return cls.parse(content)
+                if "token=" in content:
                     return replace(parsed, token=peer)
         return parsed
 

@@ -7,8 +7,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from diloco.config.address import address_error
-from diloco.errors import PayloadError, SwarmError
+from diloco.config.address import address_error, is_mailbox
+from diloco.errors import ConfigError, PayloadError, SwarmError
 from diloco.messages.snapshot import Snapshot
 from diloco.swarm.rpc.watch import request_snapshot
 from diloco.swarm.wire.streams import BROKEN
@@ -30,6 +30,11 @@ class SwarmWatcher:
     """
 
     def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
+        if store := next(filter(is_mailbox, addresses), None):
+            why = f"{store} is a bucket, whose peers answer no questions"
+            raise ConfigError(
+                f"{why}; diloco doctor looks into it, and each terminal shows its peer"
+            )
         self._addresses, self._token = addresses, token
         self._transport: Transport | None = None
         self._known: dict[str, list[str]] = {}  # addresses of the peers to ask, the best first

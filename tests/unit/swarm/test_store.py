@@ -10,6 +10,7 @@ import pytest
 from diloco.config import SwarmConfig
 from diloco.config.address import Address
 from diloco.errors import ConfigError, PayloadError, SwarmError
+from diloco.swarm.client.watch import SwarmWatcher
 from diloco.swarm.mailbox import store as stores
 from diloco.swarm.mailbox.store import Away, FileStore
 
@@ -140,3 +141,13 @@ def test_an_address_may_be_a_url() -> None:
     assert address.overrides == ["swarm.mailbox='hf://buckets/org/name'"]
     peer = Address.parse("/ip4/1.2.3.4/tcp/4100/p2p/Qm" + "a" * 44)
     assert peer.mailbox is None and peer.overrides[0].startswith("swarm.initial_peers=['/ip4")
+
+
+def test_a_file_with_a_url_is_that_url(tmp_path: Path) -> None:
+    (tmp_path / "address").write_text("file:///shared/box\n")
+    assert Address.read(f"@{tmp_path}/address").mailbox == "file:///shared/box"
+
+
+def test_who_watches_a_bucket_is_told_what_does() -> None:
+    with pytest.raises(ConfigError, match="answer no questions; diloco doctor looks into it"):
+        SwarmWatcher(["file:///shared/box"])

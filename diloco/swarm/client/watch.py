@@ -33,7 +33,7 @@ class SwarmWatcher:
         if store := next(filter(is_mailbox, addresses), None):
             why = f"{store} is a bucket, whose peers answer no questions"
             raise ConfigError(
-                f"{why}; diloco doctor looks into it, and each terminal shows its peer"
+                f"{why}; diloco doctor looks into it, and a terminal shows its peer"
             )
         self._addresses, self._token = addresses, token
         self._transport: Transport | None = None

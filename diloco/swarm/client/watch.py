@@ -32,9 +32,7 @@ class SwarmWatcher:
     def __init__(self, addresses: Sequence[str], token: str | None = None) -> None:
         if store := next(filter(is_mailbox, addresses), None):
             why = f"{store} is a bucket, whose peers answer no questions"
-            raise ConfigError(
-                f"{why}; diloco doctor looks into it, and a terminal shows its peer"
-            )
+            raise ConfigError(f"{why}; diloco doctor looks into it, and a terminal shows its peer")
         self._addresses, self._token = addresses, token
         self._transport: Transport | None = None
         self._known: dict[str, list[str]] = {}  # addresses of the peers to ask, the best first

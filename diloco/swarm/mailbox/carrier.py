@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 # minute each, beside payloads.
 PERIODS, PERIODS_EACH = 5.0, 2.0  # heartbeats between two looks: at least, and for each peer
 OLD_BOX_PERIODS = 240.0  # without a change, after which anybody deletes a box
+SILENT_PERIODS, LONGEST_PERIODS = 3.0, 4.0
 AGAIN_PERIODS = 4.0  # after which what was said before is said again
 CLOSE_S = 5.0
 LEAST_WAIT_S = 1e-3
@@ -215,6 +216,15 @@ class Mailbox:
             if not self._senders[peer].connected:
                 del self._senders[peer]
         await asyncio.gather(*map(self._read_box, changed))
+        for peer, sender in self._senders.items():
+            if sender.box and sender.connected and self._is_silent(sender.box, sender.changed_at):
+                sender.connected = False
+                context.do(events.Lost(peer, "silent"))
+
+    def _is_silent(self, box: Box, changed_at: float) -> bool:
+        """Return True if a peer has not written for three periods, of its own or of this peer."""
+        period_s = max(self.period_s, min(box.period_s, LONGEST_PERIODS * self.period_s))
+        return self._context.now() - changed_at > SILENT_PERIODS * period_s
 
     async def _read_box(self, peer: str) -> None:
         """Read and check a box. What is wrong in it is noted with its name."""
@@ -341,7 +351,7 @@ class Mailbox:
         self._number = max(self._number + 1, self._wall_ms())
         chains, bases = self._contents.links(tips)
         hello = replace(hello, status=status)
-        box = Box(self._number, over, hello, gate.greeting(), letters, chains, bases)
+        box = Box(self._number, over, self.period_s, hello, gate.greeting(), letters, chains, bases)
         body = encode(box)
         signed = objects.signed_content(facts.identity.run_id, facts.me, body)
         chunks = objects.pack_box(body, context.transport.sign(signed))

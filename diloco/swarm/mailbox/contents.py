@@ -33,6 +33,7 @@ from diloco.swarm.wire.tasks import in_thread
 
 BASE_EVERY = 16  # versions between two anchors from which newcomers begin
 HEADER_BYTES = 1 << 20
+KEPT, AT_ONCE = 2, 3  # own payloads of a fragment that are kept, and older ones deleted together
 STORE = "mailbox"  # stands for the store among the peers that ask the core
 
 
@@ -90,9 +91,9 @@ class Contents:
             own.append(name)
             header = objects.packed(ContributionHeader(line, 0, action.age_s))
             await self._access.write(name, [header, _bytes(action.payload)])
-            for old in own[:-2]:
-                own.remove(old)
-                await self._access.delete([old])
+            if len(own) > KEPT + AT_ONCE:  # in one request
+                old, own[:] = own[:-KEPT], own[-KEPT:]
+                await self._access.delete(old)
 
     def lost(self, peer: str, answer: Answer) -> None:
         """A peer wants a payload, so it is not in the store; then it is written again."""

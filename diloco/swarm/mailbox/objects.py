@@ -52,6 +52,7 @@ class Box(Message, frozen=True, tag="box"):
 
     Attributes:
         number: greater in each box of this peer, over all of its lives. over: it has left.
+        period_s: after which it writes the next one, at most.
         hello: with a whole status, that has figures.
         chains: by fragment, heads in a row to its tip; the store has the records of all but the
             first. bases: of these, the newest whose whole anchor the store has.
@@ -59,6 +60,7 @@ class Box(Message, frozen=True, tag="box"):
 
     number: fields.Stamp
     over: bool
+    period_s: fields.Seconds
     hello: Hello
     greeting: Greeting
     letters: Annotated[list[Letter], Meta(max_length=MAX_LETTERS)]

@@ -121,8 +121,7 @@ def _with_mailbox(settings: ProtocolSettings) -> ProtocolSettings:
     return replace(
         settings,
         looks=True,
-        silence_s=3 * look_s,
-        silence_beats=3.0,
+        silence_s=120 * look_s,  # the mailbox knows when a peer's box is late
         settle_s=3 * look_s,
         stall_s=max(settings.stall_s, 4 * look_s),
         refresh_s=2 * look_s,

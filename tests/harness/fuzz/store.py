@@ -74,8 +74,8 @@ class SimStore:
         del versions[:-3]
 
     async def delete(self, names: Sequence[str]) -> None:
+        await self._request()
         for name in names:
-            await self._request()
             self.objects.pop(name, None)
 
     def seconds_of(self, name: str, nbytes: int) -> float:

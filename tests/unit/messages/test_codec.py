@@ -124,7 +124,7 @@ EXAMPLES = [
     Figures(2.5, 2.7, 40.0, 4, 5, 3, 1, 1, 9.0, [1.0] * 4),
     Offer(LINE),
     Letter(1, "b", b"content"),
-    Box(2, True, HELLO, Greeting("c", 1), [Letter(1, "", b"")], {0: [(1, D)]}, {0: (1, D)}),
+    Box(2, True, 5.0, HELLO, Greeting("c", 1), [Letter(1, "", b"")], {0: [(1, D)]}, {0: (1, D)}),
     Answer(0, "a", 5, "want", 7),
     Welcome(),
     Lease("a", 3, ((1, 5),)),

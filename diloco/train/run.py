@@ -27,7 +27,15 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.push import Pusher
-from diloco.rundir.reporting import Finished, Listener, Ready, Report, Stage, swarm_figures
+from diloco.rundir.reporting import (
+    Finished,
+    Listener,
+    Notice,
+    Ready,
+    Report,
+    Stage,
+    swarm_figures,
+)
 from diloco.rundir.summary import (
     PhaseTimer,
     Summary,
@@ -39,11 +47,11 @@ from diloco.signals import OF_COMMANDS, watch
 from diloco.swarm.wire.identity import identity_number
 from diloco.train import start_files
 from diloco.train.checkpoint import (
+    AddressFile,
     RunCheckpoints,
     Sync,
     checkpoints_name,
     identity_path,
-    write_address,
 )
 from diloco.train.data_parallel import DataParallel
 from diloco.train.gradients import autocast, precision_of, prepare_, to_device
@@ -99,7 +107,8 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
 
     with ExitStack() as stack:
         wandb = WandbLog(config, _name(config)) if ranks.is_rank0 else None
-        log = stack.enter_context(RunLog(config.run.dir, _name(config), wandb))
+        log = RunLog(config.run.dir, _name(config), wandb, say=lambda text: tell(Notice(text=text)))
+        stack.enter_context(log)
         if ranks.is_rank0:
             log.event("computes", device=ranks.device_name, **chosen)
             if checkpoints.saved_version >= 0:
@@ -109,7 +118,8 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
         if config.outer.method == "data_parallel":
             sync = DataParallel(model, optimizer, ranks, config.outer.sync_every, phases)
         else:
-            swarm = _swarm(config, dataset, log, tell)
+            file = stack.enter_context(closing(AddressFile(config)))
+            swarm = _swarm(config, dataset, log, tell, file)
             saved = checkpoints.swarm() if ranks.is_rank0 else None
             sync = swarm.attach(model, optimizer, ranks=ranks, saved=saved, phases=phases)
         stream = stack.enter_context(closing(_stream(config, dataset, ranks, sync)))
@@ -172,7 +182,9 @@ def _model(
     return model, prepare_(model, config, ranks.device)
 
 
-def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Swarm:
+def _swarm(
+    config: Config, dataset: data.Dataset, log: RunLog, tell: Tell, file: AddressFile
+) -> Swarm:
     def ready(address: str) -> None:
         assert swarm.attachment is not None and swarm.attachment.node is not None
         node, first = swarm.attachment.node, not swarm.network.initial_peers
@@ -187,7 +199,7 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
             )
         )
         if config.run.lead:
-            write_address(config, address)
+            file.write(address)
 
     name = _name(config)
     swarm = Swarm.of(

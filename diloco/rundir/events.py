@@ -25,6 +25,8 @@ class EventKind(StrEnum):
     UNREACHABLE = "unreachable"  # others cannot call this peer
     CALLS_AGAIN = "calls_again"  # nobody answers yet; this peer goes on calling
     ALONE_AGAIN = "alone_again"  # nobody answers, and this peer goes on alone
+    STORE_AWAY = "store_away"  # the bucket does not answer; this peer goes on calling
+    STORE_BACK = "store_back"  # it answers again
     CLOSED_LATE = "closed_late"  # something was still at work when this peer closed
     SLEPT = "slept"  # this machine was suspended
     RECORDER_FAILED = "recorder_failed"  # the records for `diloco status` end here
@@ -164,6 +166,10 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "slept": lambda of: (
         f"this machine slept for {of['seconds']:.0f} s; first its peer gets what the others have"
     ),
+    "store_away": lambda of: (
+        f"{plain(of['url'])} does not answer, and this peer goes on calling ({plain(of['why'])})"
+    ),
+    "store_back": lambda of: f"{plain(of['url'])} answers again, after {of['seconds']:.0f} s",
     "missed": _missed,
     "left_out": _left_out,
     "other_data": _other_data,

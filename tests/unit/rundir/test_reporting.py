@@ -137,6 +137,11 @@ STORY = [  # what happens to a peer, and what people read of it
     ("join", {"name": "anna", "live": 3}, "anna is back, 3 peers now"),
     ("lost", {"name": "bob", "why": "reset", "live": 2}, "bob vanished (reset), 2 peers now"),
     ("join", {"name": "bob", "live": 3}, "bob is back, 3 peers now"),
+    (
+        *("store_away", {"url": "s3://b/r", "why": "no network"}),
+        "s3://b/r does not answer, and this peer goes on calling (no network)",
+    ),
+    ("store_back", {"url": "s3://b/r", "seconds": 61.0}, "s3://b/r answers again, after 61 s"),
     ("slept", {"seconds": 43.2}, "this machine slept for 43 s"),
     (
         *("missed", {"version": 3, "fragment": 0, "steps": 4, "cycle": 9, "round_s": 2.5}),

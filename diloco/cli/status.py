@@ -78,11 +78,10 @@ def _place(address: str | None) -> Address:
 
 
 def _on_loopback(address: str) -> str | None:
-    """The address of a peer of this machine inside it; None if it is another machine's, by name."""
+    """Return an address by which only this machine calls its peer; None if it is, or has a name."""
     _, family, host, *rest = address.split("/")
-    loopback = {"ip4": "127.0.0.1", "ip6": "::1"}.get(family)
-    is_here = loopback in (None, host)
-    return None if is_here else "/".join(["", family, str(loopback), *rest])
+    loopback = {"ip4": "127.0.0.1", "ip6": "::1"}.get(family, host)
+    return None if loopback == host else "/".join(["", family, loopback, *rest])
 
 
 async def _status(swarm: Address, watch: bool, as_json: bool, table: Path | None) -> int:

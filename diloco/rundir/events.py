@@ -128,9 +128,8 @@ def _missed(fields: Mapping[str, Any]) -> str:
 
 
 def _other_data(fields: Mapping[str, Any]) -> str:
-    data = f"{fields['there']}; here {fields['here']}"
     who = f"{plain(fields['name'])} ...{str(fields.get('subject', fields.get('peer')))[-6:]}"
-    return f"{who} has other data ({data}): {fields['so']}"
+    return f"{who} has other data ({fields['there']}; here {fields['here']}): {fields['so']}"
 
 
 def _same_data(fields: Mapping[str, Any]) -> str:

@@ -81,24 +81,20 @@ class AddressFile:
 
 def _has_ip(host: str) -> bool:
     """Return True if an interface of this machine has the IP."""
-    try:
-        with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
 
 
 def _outgoing_ip(host: str) -> str | None:
     """Return the IP of this machine, of the family of `host`, towards other networks; None if there
     is no way to any. Nothing is sent."""
     elsewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # of documentation
-    try:
-        with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    with suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))
+        return str(probe.getsockname()[0])
+    return None
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -4,6 +4,7 @@ summary."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 import threading
 import time
@@ -54,7 +55,7 @@ from diloco.train.checkpoint import (
     identity_path,
 )
 from diloco.train.data_parallel import DataParallel
-from diloco.train.gradients import autocast, precision_of, prepare_, to_device
+from diloco.train.gradients import MemoryShort, autocast, precision_of, prepare_, to_device
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
 from diloco.train.optimizer import inner_optimizer
@@ -68,8 +69,9 @@ ARRIVAL_EVERY_S = 0.2
 def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
-    Raises `DilocoError`, one line for the user, if anything else ends the run early; the last
-    checkpoint is good then.
+    Where memory runs out between two passes, it begins again from a checkpoint with half as many
+    rows at a time. Raises `DilocoError`, one line for the user, if anything else ends the run
+    early; the last checkpoint is good then.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable()  # where each thread was, if a library aborts this process
@@ -85,7 +87,15 @@ def run(config: Config, listen: Listener) -> Summary:
             prepare_run_directory(config.run.dir)
             own = config.run.dir / "checkpoints" / checkpoints_name(config)
             stack.enter_context(exclusive(own))
-            return _run(config, ranks, lambda message: listen(message.told_by(name, time.time())))
+            tell: Tell = lambda message: listen(message.told_by(name, time.time()))  # noqa: E731
+            while True:
+                try:
+                    return _run(config, ranks, tell)
+                except MemoryShort as short:
+                    train = config.train.model_copy(update={"micro_batch": short.micro_batch})
+                    config = config.model_copy(update={"train": train})
+                gc.collect()  # model and optimizer, with the error that held them
+                devices.empty_cache(ranks.device)
     finally:
         ranks.close()
 
@@ -266,7 +276,14 @@ def _take_part(trainer: Trainer) -> None:
             start_files.check_start(trainer.config, trainer.model)
         # before the swarm is left, which takes longer than torchrun waits
         with ranks.report_lost_rank():
-            trainer.train()
+            try:
+                trainer.train()
+            except torch.OutOfMemoryError:
+                inner, length = trainer.config.inner, trainer.config.data.sequence_length
+                short = trainer.gradients.halve(inner.batch_size, length)
+                if sync.version > 0:
+                    trainer.save()
+                raise short from None
         report.state("leaving")
         if sync.version > 0:
             trainer.save()

@@ -7,7 +7,9 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import unicodedata
 from collections.abc import Callable
@@ -59,7 +61,11 @@ class LastingStream:
 
 
 def outlast_terminal() -> None:
-    """Drop output that has no reader any more, from now on, in place of errors."""
+    """Go on without a terminal or a reader of the output: drop what is written, and ignore SIGHUP
+    where nothing handles it. A process started from now on ignores it, too."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), LastingStream):
             setattr(sys, name, LastingStream(stream))

@@ -24,10 +24,11 @@ from diloco.attach.node_thread import NodeThread
 from diloco.attach.ranks import RankGroup
 from diloco.errors import ConfigError
 from diloco.process import LastingStream
+from diloco.rundir.events import EventText
 from diloco.signals import watch
 from diloco.swarm.node.node import OnEvent
 from diloco.swarm.node.recorder import PeerRecord
-from diloco.text import counted, human_bytes, plain
+from diloco.text import counted, human_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Program:
         on_ready: Callable[[str], None] | None,
     ) -> None:
         self.peer, self._quiet = peer, quiet
-        self._tell = on_event or self._say_event
+        self._tell, self._text = on_event or self._say_event, EventText()
         self._tell_address = on_ready or self._say_address
         self.ends_loop = True
         self.active: ActivePeers | None = None
@@ -200,67 +201,10 @@ class Program:
 
     def _say_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         logger.info("%s %s", kind, fields)
-        shorter = kind != "planned" or fields["planned"][0] > fields["typed"][0] > 0
-        if kind in _LINES and shorter:
-            self.say(_LINES[kind](fields))
+        if (text := self._text(kind, fields)) is not None:
+            self.say(text)
         if kind == "join":
             self._say_missing(fields.get("live", 1))
-
-
-def _name(fields: Mapping[str, Any]) -> str:
-    """Name of a peer in a line: its own, or else the end of its id."""
-    name, peer = plain(fields.get("name", "peer")), plain(fields.get("peer", ""))
-    return f"{name} ...{peer[-6:]}" if name == "peer" else name
-
-
-def _now(fields: Mapping[str, Any]) -> str:
-    return f"{counted(fields.get('live', 1), 'peer')} now"
-
-
-def _same_data(fields: Mapping[str, Any]) -> str:
-    pairs = zip(fields["names"], fields["peers"], strict=True)
-    both = " and ".join(_name({"name": name, "peer": peer}) for name, peer in pairs)
-    return (
-        f"{both} train on the same data (cosine of what they contribute"
-        f" {fields['cosine']:.4f}), so together they learn what one learns; give each peer other"
-        " data: swarm.shard(dataset), or a seed of its own (swarm.seed)"
-    )
-
-
-def _alone_again(fields: Mapping[str, Any]) -> str:
-    wait = f" in {fields['wait_s']:.0f} s, unless somebody comes" if fields["wait_s"] else ""
-    goes_on = f"it goes on alone from outer step {fields['version']}{wait}"
-    return f"nobody whom this peer knew answers; {goes_on}"
-
-
-_LINES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "join": lambda of: f"{_name(of)} joined, {_now(of)}",
-    "leave": lambda of: f"{_name(of)} left, {_now(of)}",
-    "lost": lambda of: f"{_name(of)} vanished ({plain(of.get('why', ''))}), {_now(of)}",
-    "same_data": _same_data,
-    "untrained": lambda of: (
-        f"{of['parameters']} of {of['of']} trained parameters {of['why']}: {of['names']}"
-    ),
-    "alone_again": _alone_again,
-    "calls_again": lambda of: (
-        f"nobody answers yet; this peer calls its swarm for {of['patience_s']:.0f} s"
-    ),
-    "rounds_over": lambda of: (
-        f"rounds={of['rounds']} are over, and training goes on with the last outer momentum; plan"
-        " as many as there are exchanges: rounds=max_steps / sync_every"
-    ),
-    "model_kept": lambda _: (
-        "the model stays as it was written after the last step (an average, the best one?); the"
-        " swarm's is in it inside `with sync.anchored():`"
-    ),
-    "planned": lambda of: (
-        f"another peer plans {of['planned'][0]} outer steps, and this one {of['typed'][0]}: it ends"
-        " before the others, and its learning rate falls sooner; give all peers the same max_steps"
-    ),
-    "unreachable": lambda of: (
-        f"others cannot call this peer; it trains all the same ({plain(of.get('advice', ''))})"
-    ),
-}
 
 
 # -- the peers of this process ---------------------------------------------------------------------

@@ -55,6 +55,8 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 def _place(address: str | None) -> Address:
     """Parse the address, or take that of the only run of which a peer runs here; `ConfigError`."""
+    from dataclasses import replace
+
     from diloco.config.address import Address
     from diloco.rundir.files import data_home, in_use
 
@@ -67,9 +69,19 @@ def _place(address: str | None) -> Address:
     files = [file for folder in folders for file in folder.glob("*/address")]
     living = [file for file in files if any(map(in_use, file.parent.glob("checkpoints/*")))]
     if len({file.parent.name for file in living}) == 1:
-        return Address.read(f"@{living[0]}")
+        swarm = Address.read(f"@{living[0]}")
+        # the machine's own address may have changed, and its peer still listens on all
+        here = (_on_loopback(peer) for peer in swarm.resolved().peers)
+        return replace(swarm, peers=(*swarm.peers, *dict.fromkeys(filter(None, here))))
     runs = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
     raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {runs}")
+
+
+def _on_loopback(address: str) -> str | None:
+    """Return an address by which only this machine calls its peer; None if it is, or has a name."""
+    _, family, host, *rest = address.split("/")
+    loopback = {"ip4": "127.0.0.1", "ip6": "::1"}.get(family, host)
+    return None if loopback == host else "/".join(["", family, loopback, *rest])
 
 
 async def _status(swarm: Address, watch: bool, as_json: bool, table: Path | None) -> int:

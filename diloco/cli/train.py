@@ -87,10 +87,10 @@ def host(new: bool, until_done: bool, address: str | None, options: Options) -> 
 
     print_warnings()
     console, stop, name = Console(), threading.Event(), config.run.name or "host"
-    with on_signals(lambda *_: stop.set()), Host(config, name) as host:
-        manifest, node = host.manifest, host.node
-        title = f"{manifest.run.id}: host"
-        with LiveView(console, [name], manifest.budget.outer_steps, title) as view:
+    view = LiveView(console, [name], None, "")
+    with on_signals(lambda *_: stop.set()), Host(config, name, view.update) as host:
+        node, view.title = host.node, f"{host.manifest.run.id}: host"
+        with view:
             print_who_can_join(console, config)
             ready = Ready(
                 name,

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from diloco.config import Config
 from diloco.errors import ConfigError
+from diloco.rundir.events import COUNTED, EventText
 from diloco.rundir.files import JsonLines
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ class RunLog:
     and the measured values; one line per outer step has bytes_sent, swarm_tokens_per_s (applied
     since the one before) and the seconds of each phase so far. grad_norm is that of the last step
     before it is clipped, mfu needs a device whose peak is known.
-    `events.jsonl`: `kind`, an `EventKind`, and the fields of that kind.
+    `events.jsonl`: `kind`, an `EventKind`, and the fields of that kind. `say` gets a line for
+    people of each event that has one.
 
     Raises `ConfigError` if a file cannot be opened. If a line cannot be written later (the disk is
     full), that line is lost, one warning says so, and the run goes on.
@@ -41,8 +43,10 @@ class RunLog:
         peer: str,
         wandb: WandbLog | None = None,
         clock: Callable[[], float] = time.time,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.peer, self._clock, self._wandb = peer, clock, wandb
+        self._say, self._text = say, EventText(COUNTED)
         self._metrics = JsonLines(run_dir / "metrics.jsonl")
         self._events = JsonLines(run_dir / "events.jsonl")
         self._writable = True
@@ -64,6 +68,8 @@ class RunLog:
 
     def event(self, kind: str, **fields: Any) -> None:
         self._write(self._events, {"kind": kind, **fields})
+        if (text := self._text(kind, fields)) is not None:
+            self._say(text)
 
     def swarm_event(self, kind: str, fields: Mapping[str, object]) -> None:
         """Log an event of the swarm node, whose `peer` becomes `subject`."""

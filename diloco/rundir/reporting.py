@@ -154,7 +154,8 @@ class WarningLines(logging.Handler):
 
 
 class Lines:
-    """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one.
+    """Writes reports as lines: one per peer and outer step, and every 10 s in a longer one of a
+    peer that makes inner steps.
 
         [ 12.3s] p0 v3/16 merged 4/4 loss 2.61 held-out 2.70 tok/s 4.1k sent 1.2 MB training
 
@@ -172,16 +173,16 @@ class Lines:
         self.total, self.clock, self.began = total, clock, clock()
         self._write = write
         self._shown: dict[str, tuple[int | None, float]] = {}  # step and time of the last line
-        self._told = set[str]()
+        self._told: dict[str, str] = {}  # texts, and the peer that said each first
 
     def __call__(self, report: Report) -> None:
         peer = plain(report.peer)
         if isinstance(report, Ready):
             self._ready(peer, report)
         elif isinstance(report, Notice):
-            if report.text not in self._told:  # peers with the same files say the same of them
+            # peers with the same files, or that one peer has left, say the same
+            if self._told.setdefault(report.text, peer) == peer:
                 self.note(f"{peer}: {report.text}")
-            self._told.add(report.text)
         elif isinstance(report, PeerStatus):
             self.learn(report)
             self._status(peer, self.known[peer])
@@ -216,7 +217,8 @@ class Lines:
     def _status(self, peer: str, status: PeerStatus) -> None:
         now, (version, at) = self.clock(), self._shown.get(peer, (None, self.began))
         evaluated = status.state in ("training", "waiting", "leaving", "done")
-        is_due = now - at >= LINE_EVERY_S or (status.version != version and evaluated)
+        is_due = now - at >= LINE_EVERY_S and status.inner_step is not None
+        is_due = is_due or (status.version != version and evaluated)
         if not is_due and status.state not in ("done", "left"):
             return
         self._shown[peer] = status.version, now

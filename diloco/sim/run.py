@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, SwarmError
 from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog
 from diloco.rundir.plot import plot_losses
-from diloco.rundir.reporting import Listener, PeerStatus, Report
+from diloco.rundir.reporting import Listener, Notice, PeerStatus, Report
 from diloco.rundir.summary import (
     PhaseTimer,
     Summary,
@@ -227,7 +227,9 @@ class Simulation:
     def _live(self, peer: SimPeer, min_peers: int) -> Summary:
         """Train as `diloco train` does, without checkpoints."""
         config = _config_of(self.config, peer.name, min_peers)
-        with RunLog(config.run.dir, peer.name, clock=self.loop.time) as log:
+        tell = partial(self._tell, peer)
+        say = lambda text: tell(Notice(text=text))  # noqa: E731
+        with RunLog(config.run.dir, peer.name, clock=self.loop.time, say=say) as log:
             phases = PhaseTimer(clock=self.loop.time)
             model = _copied(self.model)
             optimizer = inner_optimizer(model, config.inner)
@@ -238,7 +240,6 @@ class Simulation:
             paced = PacedStream(batches, step_s, sim.jitter, seed, peer.lockstep)
             swarm = self._swarm(peer, config, log)
             peer.sync = sync = swarm.attach(model, optimizer, ranks=self.ranks, phases=phases)
-            tell = partial(self._tell, peer)
             report = Reporter(config, self.ranks, sync, phases, log, tell)
             trainer = SimTrainer(
                 config,

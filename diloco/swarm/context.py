@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +20,6 @@ from diloco.swarm.wire.gate import Gate
 from diloco.swarm.wire.streams import PeerStream, Traffic, open_bulk
 from diloco.swarm.wire.tasks import FragmentLock, Tasks
 from diloco.swarm.wire.transport import Transport
-from diloco.text import human_bytes, plain
-
-logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[str, dict[str, object]], None]
 """Called with the kind and the fields of everything that happens in the swarm."""
@@ -107,12 +103,6 @@ class Context:
         self.watch(kind, fields, self.now())
         if kind != "tip":  # versions are in the metrics
             self.on_event(kind, fields)
-        if kind == "missed":
-            logger.warning("%s", _missed(fields))
-        if kind == "other_data":  # the user has to see this without opening the event log
-            who = f"{plain(str(fields['name']))} ...{str(fields['peer'])[-6:]}"
-            data = f"{fields['there']}; here {fields['here']}"
-            logger.warning("%s has other data (%s): %s", who, data, fields["so"])
 
     def do(self, event: Event) -> Sequence[Action]:
         """Give the core an event, carry out the actions that it returns, and return them."""
@@ -151,14 +141,3 @@ class Context:
     def open(self, peer: str) -> AbstractAsyncContextManager[PeerStream]:
         """Open a bulk stream to a peer for an `async with` block."""
         return open_bulk(self.transport, peer, self.traffic)
-
-
-def _missed(fields: Mapping[str, Any]) -> str:
-    """Describe in one line a version without this peer's contribution."""
-    version, took = fields["version"], f"the round took {fields['round_s']:g} s"
-    if "nbytes" not in fields:
-        why = f"it had made {fields['steps']} of {fields['cycle']} inner steps"
-    else:
-        sent, size = (human_bytes(fields[name]) for name in ("sent_bytes", "nbytes"))
-        why = f"its contribution was still under way ({sent} of {size})"
-    return f"left out of version {version} of fragment {fields['fragment']}: {why}; {took}"

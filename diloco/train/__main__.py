@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diloco.config import ConfigSource, compose
 from diloco.errors import ConfigError
-from diloco.process import end_process, guard, in_utf8
+from diloco.process import end_process, guard, in_utf8, outlast_terminal
 
 
 def peer(arguments: list[str]) -> int:
@@ -23,6 +23,7 @@ def peer(arguments: list[str]) -> int:
         from diloco.train.start_files import resolved
 
         config = resolved(config)
+    outlast_terminal()
     logging.basicConfig(format="diloco: %(message)s", stream=sys.stderr)
     logging.getLogger("diloco").setLevel(logging.INFO)
     from diloco.rundir.reporting import WarningLines, json_lines, log_lines

@@ -7,8 +7,10 @@ are not the anchors (overlap, mixing, no barrier), a resumed peer continues from
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,16 @@ from diloco.attach.parameters import full_tensor, load_rows_
 from diloco.attach.saved import Groups, flatten_own, flatten_swarm, restore_own, restore_swarm
 from diloco.attach.swarm import Attachment, Saved
 from diloco.config import Config
+from diloco.config.address import host_of, reachability
 from diloco.data import BatchStream
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.messages.snapshot import PhaseSeconds
 from diloco.rundir.checkpoint import BackgroundWriter, CheckpointStore, copied
 from diloco.rundir.files import check_same_run, write_atomic
 from diloco.train.data_parallel import DataParallel
 
 Sync = Attachment | DataParallel
+FOLLOW_EVERY_S = 10.0
 
 
 def identity_path(config: Config, name: str) -> Path:
@@ -36,12 +40,65 @@ def identity_path(config: Config, name: str) -> Path:
     return Path(given) if given is not None else config.run.dir / "identities" / f"{name}.key"
 
 
-def write_address(config: Config, address: str) -> None:
-    """Write the swarm's address for others, unless this peer itself finds it by that file."""
-    file = config.run.dir / "address"
-    named = (Path(peer[1:]) for peer in config.swarm.initial_peers if peer.startswith("@"))
-    if address and not any(path.absolute() == file.absolute() for path in named):
-        write_atomic(file, address + "\n")
+class AddressFile:
+    """`run.dir/address`, by which others join: with this machine's IP as it is, until `close`.
+
+    A peer that itself finds the swarm by that file does not write it. An address that is not this
+    machine's own, such as that of a router, stays as it was announced.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._path, self._address = config.run.dir / "address", ""
+        named = (Path(peer[1:]) for peer in config.swarm.initial_peers if peer.startswith("@"))
+        self._is_named = any(path.absolute() == self._path.absolute() for path in named)
+        self._closed = threading.Event()
+
+    def write(self, address: str) -> None:
+        """Write the address, and again whenever this machine has another IP."""
+        if not address or self._is_named:
+            return
+        self._address = address
+        write_atomic(self._path, address + "\n")
+        if reachability(address) != "loopback" and _has_ip(host_of(address)):
+            threading.Thread(target=self._keep, daemon=True).start()
+
+    def follow(self) -> None:
+        """Replace the IP if this machine has lost it; without a network it stays."""
+        host = host_of(self._address)
+        if not _has_ip(host) and (present := _outgoing_ip(host)) is not None:
+            moved = self._address.replace(host, present, 1)
+            with suppress(ConfigError):  # a full disk; the next look writes it
+                write_atomic(self._path, moved + "\n")
+                self._address = moved
+
+    def _keep(self) -> None:
+        while not self._closed.wait(FOLLOW_EVERY_S):
+            self.follow()
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def _has_ip(host: str) -> bool:
+    """Return True if an interface of this machine has the IP."""
+    with suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def _outgoing_ip(host: str) -> str | None:
+    """Return the IP of this machine, of the family of `host`, towards other networks; None if there
+    is no way to any. Nothing is sent."""
+    elsewhere = "2001:db8::1" if ":" in host else "192.0.2.1"  # of documentation
+    with suppress(OSError), socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def checkpoints_name(config: Config) -> str:

@@ -151,6 +151,14 @@ class LossScale:
         return True
 
 
+class MemoryShort(Exception):
+    """Memory ran out between two passes: the peer restarts with `micro_batch` rows at a time."""
+
+    def __init__(self, micro_batch: int) -> None:
+        super().__init__(f"train.micro_batch={micro_batch}")
+        self.micro_batch = micro_batch
+
+
 class Gradients:
     """Forward and backward passes of one rank, in micro-batches that fit its memory.
 
@@ -192,11 +200,7 @@ class Gradients:
                     return self._accumulate(rows, part)
                 fits = self._fits_all(rows[:part])
             except torch.OutOfMemoryError:
-                if not alone:  # the other ranks wait for this one in a collective
-                    raise ConfigError(
-                        f"train.micro_batch={part}: so many sequences do not fit"
-                        f" {self._ranks.device} of rank {self._ranks.rank}; use {max(1, part // 2)}"
-                    ) from None
+                self._check_alone(part)
                 fits = False
             if fits:
                 self._fitting = part
@@ -214,6 +218,23 @@ class Gradients:
             self._model.zero_grad()
             return False
         return True
+
+    def halve(self, rows: int, sequence_length: int) -> MemoryShort:
+        """Return the error of a rank whose memory ran out elsewhere, with a batch of `rows`.
+
+        Drops the gradients. Raises `ConfigError` beside other ranks, or where one row was too much.
+        """
+        part = min(self.micro_batch or rows, rows)
+        self._check_alone(part)
+        self._halve(part, sequence_length)
+        return MemoryShort(part // 2)
+
+    def _check_alone(self, part: int) -> None:
+        if self._ranks.size > 1:  # the other ranks wait for this one in a collective
+            raise ConfigError(
+                f"train.micro_batch={part}: so many sequences do not fit"
+                f" {self._ranks.device} of rank {self._ranks.rank}; use {max(1, part // 2)}"
+            ) from None
 
     def _halve(self, part: int, sequence_length: int) -> None:
         if part == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -19,13 +19,13 @@ from diloco.outer.fragments import partition
 from diloco.outer.replica import Replica
 from diloco.rundir.files import exclusive, prepare_run_directory
 from diloco.rundir.metrics import RunLog
-from diloco.rundir.reporting import PeerStatus
+from diloco.rundir.reporting import Listener, Notice, PeerStatus
 from diloco.rundir.summary import write_contributions
 from diloco.swarm.client.ask import check_clock, inspect_swarm, parse_manifest
 from diloco.swarm.node.runtime import EventLoopThread
 from diloco.swarm.wire.gate import observer_gate
 from diloco.train import start_files
-from diloco.train.checkpoint import identity_path, write_address
+from diloco.train.checkpoint import AddressFile, identity_path
 
 
 class Host:
@@ -33,12 +33,14 @@ class Host:
     over.
 
     Entering raises `SwarmError` when the swarm cannot be reached or refuses this host.
+    `listen` hears what happens in the swarm.
     """
 
-    def __init__(self, config: Config, name: str) -> None:
+    def __init__(self, config: Config, name: str, listen: Listener = lambda report: None) -> None:
         prepare_run_directory(config.run.dir)
         self._config, self._name = config, name
-        self._log = RunLog(config.run.dir, name)
+        say = lambda text: listen(Notice(name, time.time(), text))  # noqa: E731
+        self._log = RunLog(config.run.dir, name, say=say)
         manifest, identity = config.manifest(), identity_path(config, name)
         if donors := config.swarm.donors:
             gate = observer_gate(config.run.id, config.swarm.token, config.swarm.key_path)
@@ -72,7 +74,8 @@ class Host:
             on_event = self._log.swarm_event
             self.node = NodeThread.open(self._runtime, self._options, self._replica, on_event)
             stack.callback(self.node.close)
-            write_address(self._config, self.address)
+            file = stack.enter_context(closing(AddressFile(self._config)))
+            file.write(self.address)
             self._open = stack.pop_all()
         return self
 

@@ -4,6 +4,7 @@ summary."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 import threading
 import time
@@ -27,7 +28,15 @@ from diloco.rundir.files import exclusive, prepare_run_directory, write_atomic
 from diloco.rundir.metrics import RunLog, WandbLog
 from diloco.rundir.plot import plot_losses
 from diloco.rundir.push import Pusher
-from diloco.rundir.reporting import Finished, Listener, Ready, Report, Stage, swarm_figures
+from diloco.rundir.reporting import (
+    Finished,
+    Listener,
+    Notice,
+    Ready,
+    Report,
+    Stage,
+    swarm_figures,
+)
 from diloco.rundir.summary import (
     PhaseTimer,
     Summary,
@@ -39,14 +48,14 @@ from diloco.signals import OF_COMMANDS, watch
 from diloco.swarm.wire.identity import identity_number
 from diloco.train import start_files
 from diloco.train.checkpoint import (
+    AddressFile,
     RunCheckpoints,
     Sync,
     checkpoints_name,
     identity_path,
-    write_address,
 )
 from diloco.train.data_parallel import DataParallel
-from diloco.train.gradients import autocast, precision_of, prepare_, to_device
+from diloco.train.gradients import MemoryShort, autocast, precision_of, prepare_, to_device
 from diloco.train.loop import Trainer
 from diloco.train.machine import fit_to_memory
 from diloco.train.optimizer import inner_optimizer
@@ -60,8 +69,9 @@ ARRIVAL_EVERY_S = 0.2
 def run(config: Config, listen: Listener) -> Summary:
     """Train as one peer until the budget is used up, or until Ctrl+C.
 
-    Raises `DilocoError`, one line for the user, if anything else ends the run early; the last
-    checkpoint is good then.
+    Where memory runs out between two passes, it begins again from a checkpoint with half as many
+    rows at a time. Raises `DilocoError`, one line for the user, if anything else ends the run
+    early; the last checkpoint is good then.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable()  # where each thread was, if a library aborts this process
@@ -77,7 +87,15 @@ def run(config: Config, listen: Listener) -> Summary:
             prepare_run_directory(config.run.dir)
             own = config.run.dir / "checkpoints" / checkpoints_name(config)
             stack.enter_context(exclusive(own))
-            return _run(config, ranks, lambda message: listen(message.told_by(name, time.time())))
+            tell: Tell = lambda message: listen(message.told_by(name, time.time()))  # noqa: E731
+            while True:
+                try:
+                    return _run(config, ranks, tell)
+                except MemoryShort as short:
+                    train = config.train.model_copy(update={"micro_batch": short.micro_batch})
+                    config = config.model_copy(update={"train": train})
+                gc.collect()  # model and optimizer, with the error that held them
+                devices.empty_cache(ranks.device)
     finally:
         ranks.close()
 
@@ -99,7 +117,8 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
 
     with ExitStack() as stack:
         wandb = WandbLog(config, _name(config)) if ranks.is_rank0 else None
-        log = stack.enter_context(RunLog(config.run.dir, _name(config), wandb))
+        log = RunLog(config.run.dir, _name(config), wandb, say=lambda text: tell(Notice(text=text)))
+        stack.enter_context(log)
         if ranks.is_rank0:
             log.event("computes", device=ranks.device_name, **chosen)
             if checkpoints.saved_version >= 0:
@@ -109,7 +128,8 @@ def _run(config: Config, ranks: RankGroup, tell: Tell) -> Summary:
         if config.outer.method == "data_parallel":
             sync = DataParallel(model, optimizer, ranks, config.outer.sync_every, phases)
         else:
-            swarm = _swarm(config, dataset, log, tell)
+            file = stack.enter_context(closing(AddressFile(config)))
+            swarm = _swarm(config, dataset, log, tell, file)
             saved = checkpoints.swarm() if ranks.is_rank0 else None
             sync = swarm.attach(model, optimizer, ranks=ranks, saved=saved, phases=phases)
         stream = stack.enter_context(closing(_stream(config, dataset, ranks, sync)))
@@ -172,7 +192,9 @@ def _model(
     return model, prepare_(model, config, ranks.device)
 
 
-def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Swarm:
+def _swarm(
+    config: Config, dataset: data.Dataset, log: RunLog, tell: Tell, file: AddressFile
+) -> Swarm:
     def ready(address: str) -> None:
         assert swarm.attachment is not None and swarm.attachment.node is not None
         node, first = swarm.attachment.node, not swarm.network.initial_peers
@@ -187,7 +209,7 @@ def _swarm(config: Config, dataset: data.Dataset, log: RunLog, tell: Tell) -> Sw
             )
         )
         if config.run.lead:
-            write_address(config, address)
+            file.write(address)
 
     name = _name(config)
     swarm = Swarm.of(
@@ -254,7 +276,14 @@ def _take_part(trainer: Trainer) -> None:
             start_files.check_start(trainer.config, trainer.model)
         # before the swarm is left, which takes longer than torchrun waits
         with ranks.report_lost_rank():
-            trainer.train()
+            try:
+                trainer.train()
+            except torch.OutOfMemoryError:
+                inner, length = trainer.config.inner, trainer.config.data.sequence_length
+                short = trainer.gradients.halve(inner.batch_size, length)
+                if sync.version > 0:
+                    trainer.save()
+                raise short from None
         report.state("leaving")
         if sync.version > 0:
             trainer.save()

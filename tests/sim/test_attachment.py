@@ -13,6 +13,7 @@ from diloco.attach.swarm import Swarm
 from diloco.config import compose
 from diloco.errors import ConfigError
 from diloco.outer.optimizer import OuterOptimizer, OuterStep
+from diloco.rundir.events import EventText
 from diloco.rundir.summary import PhaseTimer
 from tests.support import loops as support
 from tests.support.loops import Direct, LastFlight, Loop, train
@@ -83,16 +84,14 @@ def test_two_peers_that_train_on_the_same_data_are_named_once(
         assert fields["cosine"] > 0.9999  # type: ignore[operator]
 
 
-def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_peers_whose_numbers_stand_for_other_text_are_told_of_each_other() -> None:
     data = {"a": f"{1:016x}-24x16", "b": f"{2:016x}-25x16", "c": f"{1:016x}-24x16", "d": ""}
     loops = train("abcd", lambda loop: loop.step(5), sync_every=4, data=data)
     told = [sorted(fields["peer"] for fields in loops[name].told("other_data")) for name in "abcd"]
     assert told == [["b"], ["a", "c"], ["b"], []]
-    assert caplog.text.count("has other data") == 4
+    lines = [EventText()("other_data", it) for it in loops["a"].told("other_data")]
     line = "b ...b has other data (25 sequences, 00000000; here 24 sequences, 00000000): peers"
-    assert caplog.text.count(f"{line} share sequences out by ") == 2
+    assert len(lines) == 1 and str(lines[0]).startswith(f"{line} share sequences out by ")
 
 
 def test_who_goes_on_after_the_planned_rounds_is_told_once() -> None:

@@ -122,6 +122,17 @@ def test_two_commands_make_a_swarm_of_two(tmp_path: Path) -> None:
     assert mine["tokens"] > 0
 
 
+def test_whoever_is_alone_all_at_once_is_told_and_when_the_other_is_back(tmp_path: Path) -> None:
+    with starting(tmp_path) as starter:
+        join = f"-m diloco join {(tmp_path / 'starter/address').read_text()}"
+        with command(join, directory=tmp_path) as guest:
+            contributes(guest).kill()
+        starter.says(r"(vanished \(.*\); no other peer can be reached now)")
+        with command(join, directory=tmp_path) as guest:
+            starter.says(r"(is back, 2 peers now)")
+            guest.interrupt()
+
+
 @pytest.mark.slow
 def test_ranks_of_torchrun_join_as_one_peer(tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 -m diloco join"

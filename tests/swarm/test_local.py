@@ -277,6 +277,25 @@ def test_control_c_in_the_terminal_of_a_host_leaves_its_daemon_to_the_end(tmp_pa
     assert summary["peers"][0]["bytes_sent"] > 25_000, "the host makes versions of one fragment"
 
 
+@pytest.mark.parametrize("of", ["diloco local local.peers=2", "diloco train", "diloco.train"])
+def test_a_terminal_and_a_reader_that_go_away_end_no_run(tmp_path: Path, of: str) -> None:
+    run_dir = tmp_path / "run"
+    pipe, end = os.pipe()
+
+    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(words, **{**options, "stdout": end, "stderr": end})
+
+    arguments = ("-m", of, *SMOKE, f"run.dir={run_dir} swarm.min_peers=1")
+    with command(*arguments, directory=tmp_path, start=start) as started:
+        os.close(end)
+        os.read(pipe, 1)
+        started.sees(lambda: json_lines(run_dir / "metrics.jsonl"), "the first line")
+        os.close(pipe)
+        started.process.send_signal(signal.SIGHUP)
+        assert started.wait() == 0
+    assert summary_of(run_dir)["outer_steps"] == 3
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 

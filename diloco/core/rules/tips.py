@@ -259,7 +259,9 @@ def _refuse(core: Facts, f: FragmentState, donor: str, why: str, head: Head) -> 
 
 def _gave_part(core: Facts, f: FragmentState, peer: str, part: events.AnchorPart) -> None:
     fetching, head = f.inbox.fetch, part.head
-    if fetching is None or f.inbox.moving:
+    if f.inbox.moving:  # to a version of this peer: what came is asked for again after that
+        return _drop_donor(f, peer)
+    if fetching is None:
         return
     if fetching.goal is None:
         if peer != fetching.donor:

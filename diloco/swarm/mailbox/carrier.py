@@ -60,8 +60,7 @@ class Sender:
     """A peer of the mailbox, as its box says."""
 
     tag: str  # of the object that was read last, or seen first
-    changed_at: float
-    is_new: bool  # it came while this peer looked, so it lives
+    changed_at: float  # when it had a newer box
     box: Box | None = None
     connected: bool = False
 
@@ -115,7 +114,7 @@ class Mailbox:
         now = self._context.now()
         for path, tag in boxes.items():
             if path != name:
-                self._senders[path.removeprefix("peers/")] = Sender(tag, now, False)
+                self._senders[path.removeprefix("peers/")] = Sender(tag, now)
         await self._write_box()
         self._listened_at = now + 2.2 * max(
             self.period_s, self._heartbeat_s * PERIODS_EACH * len(boxes) if len(boxes) > 1 else 0.0
@@ -204,10 +203,10 @@ class Mailbox:
                 continue
             sender = self._senders.get(peer)
             if sender is None:
-                sender = self._senders[peer] = Sender("", now, True)
+                sender = self._senders[peer] = Sender("", now)
                 forget_oldest(self._senders, MAX_PEERS)
             if tag != sender.tag:
-                sender.tag, sender.changed_at = tag, now
+                sender.tag = tag
                 changed.append(peer)
             elif now - sender.changed_at > OLD_BOX_PERIODS * self.period_s:
                 del self._senders[peer]
@@ -263,7 +262,7 @@ class Mailbox:
     def _hear(self, peer: str, box: Box, letter: int) -> None:
         """Give the core what a box says."""
         context, sender = self._context, self._senders[peer]
-        before, sender.box = sender.box, box
+        before, sender.box, sender.changed_at = sender.box, box, context.now()
         same = before is not None and before.hello.instance == box.hello.instance
         self._numbers[peer] = box.number, max([letter, *(item.number for item in box.letters)])
         forget_oldest(self._numbers, MAX_PEERS)

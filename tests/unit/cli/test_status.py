@@ -116,6 +116,10 @@ def test_without_an_address_the_one_living_run_is_meant(
         assert f"of no run in ./runs or {own_home} a peer runs here" in typed.refused(*line.split())
     with exclusive(mine / "checkpoints/p0"), exclusive(joined / "checkpoints/p0"):
         assert command._place(None).resolved().peers == (ADDRESS,), "two peers of one run"
+        moved = ADDRESS.replace("127.0.0.1", "192.168.1.5")  # it had this one elsewhere
+        for directory in (mine, joined):
+            (directory / "address").write_text(moved)
+        assert command._place(None).resolved().peers == (moved, ADDRESS)
         with exclusive(old / "checkpoints/p0"):
             said = typed.refused("status")
     for part in ("give the ADDRESS of a peer", "@runs/old/address", "@runs/mine/address"):

@@ -11,7 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from diloco.core import events
 from diloco.core.events import Arriving, Asked, Broke, Moved, Served
-from diloco.core.fragment import Making
+from diloco.core.fragment import Making, Moving
 from diloco.core.rules import author, pace
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.bulk import Get
@@ -97,6 +97,20 @@ def test_a_download_is_given_up_when_no_bytes_come_and_not_before(moves: bool) -
         asked += of_kind(peer.core.receive(events.Tick(), now + seconds), events.AskDonor)
         hear_all(peer, now + seconds)
     assert bool(asked) != moves
+
+
+def test_what_comes_while_the_anchor_moves_is_asked_for_again() -> None:
+    """Else its question stays open for ever, as bytes have come."""
+    swarm, peer, get, donor = fetching()
+    inbox, tip = peer.facts.control.inbox, swarm.peers[donor].tip()
+    peer.core.receive(Moved(donor, get, 5), swarm.now)
+    inbox.moving = Moving(peer.tip().head, peer.tip().book, None, own=True)
+    part = events.AnchorPart(tip.head, tip.book, tip.parts, 0, ())
+    peer.core.receive(events.Gave(donor, get, part), swarm.now)
+    assert inbox.fetch is None
+    inbox.moving = None
+    asked = of_kind(peer.core.receive(events.Tick(), swarm.now), events.AskDonor)
+    assert [action.peer for action in asked] == [donor] or inbox.fetch is not None
 
 
 def test_parts_are_passed_on_while_they_arrive_to_two_at_a_time() -> None:

@@ -201,6 +201,11 @@ def test_there_is_one_line_per_peer_and_outer_step_or_one_in_ten_seconds() -> No
         view.update(status(state="exchanging"))
     begins = [line[:8] for line in file.getvalue().splitlines()]
     assert begins == [f"[{second:5.1f}s]" for second in range(10, 60, 10)]
+    view, file, clock = make(terminal=False)
+    for second in range(60):
+        clock.now = float(second)
+        view.update(PeerStatus("host", state="training", version=3 + (second > 40)))
+    assert [line.split()[3] for line in file.getvalue().splitlines()] == ["v3/16", "v4/16"]
 
 
 def test_the_table_shows_every_peer_the_sum_and_the_progress() -> None:

@@ -1,6 +1,7 @@
 """Reports from a peer to its supervisor survive the pipe; every event of a run is documented."""
 
 import ast
+import io
 import json
 import logging
 import math
@@ -8,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from diloco.config import compose
+from diloco.dashboard.live import LiveView
 from diloco.messages.control import Figures
 from diloco.messages.snapshot import Contributor, PhaseSeconds, Tokens
 from diloco.rundir import reporting
 from diloco.rundir.events import EventKind
+from diloco.rundir.metrics import RunLog
 from diloco.rundir.reporting import Finished, Notice, PeerStatus, Ready, Report, Stage, read_report
 from diloco.rundir.summary import Evaluation, PeerSummary, Summary
 from tests.support.places import PACKAGE
@@ -117,3 +121,51 @@ def test_every_kind_of_event_is_documented() -> None:
                     if name in EMITTERS and isinstance(kind, ast.Constant):
                         found.add(kind.value)
     assert found | ELSEWHERE == set(EventKind)
+
+
+PEERS = {"anna": "12D3KooWanna", "bob": "12D3KooWbob"}
+STORY = [  # what happens to a peer, and what people read of it
+    ("join", {"name": "anna", "live": 2}, None),
+    ("join", {"name": "bob", "live": 3}, None),
+    ("leave", {"name": "bob", "live": 2}, None),
+    ("tip", {}, None),
+    (
+        *("lost", {"name": "anna", "why": "silent", "live": 1}),
+        "anna vanished (silent); no other peer can be reached now, and this one goes on calling",
+    ),
+    ("join", {"name": "bob", "live": 2}, "bob joined, 2 peers now"),
+    ("join", {"name": "anna", "live": 3}, "anna is back, 3 peers now"),
+    ("lost", {"name": "bob", "why": "reset", "live": 2}, "bob vanished (reset), 2 peers now"),
+    ("join", {"name": "bob", "live": 3}, "bob is back, 3 peers now"),
+    (
+        *("store_away", {"url": "s3://b/r", "why": "no network"}),
+        "s3://b/r does not answer, and this peer goes on calling (no network)",
+    ),
+    ("store_back", {"url": "s3://b/r", "seconds": 61.0}, "s3://b/r answers again, after 61 s"),
+    ("slept", {"seconds": 43.2}, "this machine slept for 43 s"),
+    (
+        *("missed", {"version": 3, "fragment": 0, "steps": 4, "cycle": 9, "round_s": 2.5}),
+        "left out of version 3 of fragment 0: it had made 4 of 9 inner steps; the round took 2.5 s",
+    ),
+    (
+        *("left_out", {"version": 4, "fragment": 1, "peers": ["12D3KooWbobobo"], "why": "so"}),
+        "version 4 of fragment 1 leaves out what ...bobobo contributed: so",
+    ),
+    ("micro_batch", {"sequences": 4}, "memory is short: from now on 4 sequences at a time"),
+]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_people_read_what_happens_in_every_view(terminal: bool, tmp_path: Path) -> None:
+    file = io.StringIO()
+    view = LiveView(Console(file=file, force_terminal=terminal, width=300), [], None, "run")
+    with RunLog(tmp_path, "p0", say=lambda text: view.update(Notice("p0", text=text))) as log:
+        for kind, fields, _ in STORY:
+            peer = {"peer": PEERS[name]} if (name := fields.get("name")) else {}
+            log.swarm_event(kind, {**fields, **peer})
+        log.swarm_event("lost", {"peer": "x", "name": "bob", "why": "reset", "live": 2})
+    told = [line.split("p0: ")[1] for line in file.getvalue().splitlines()]
+    expected = [text for _, _, text in STORY if text is not None]
+    expected.append("bob vanished (reset), 2 peers now")  # again
+    assert len(told) == len(expected)
+    assert all(map(str.startswith, told, expected)), told

@@ -1,7 +1,7 @@
 """What a process leaves for the next one, through the disk."""
 
 import json
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,10 @@ from diloco.messages.snapshot import PhaseSeconds
 from diloco.protocol import WIRE_VERSION
 from diloco.rundir.files import check_same_run
 from diloco.swarm.node.saved import Saved
-from diloco.train.checkpoint import RunCheckpoints, write_address
+from diloco.train import checkpoint
+from diloco.train.checkpoint import AddressFile, RunCheckpoints
 from tests.support.alone import Alone, alone
+from tests.support.peers import eventually
 
 WINDOWED = {"optimizer": "delayed_nesterov", "delay": 4, "momentum": 0.5, "quorum": 1}
 
@@ -107,7 +109,37 @@ def test_a_peer_does_not_join_by_its_own_address_file(config: Config) -> None:
     file, other = config.run.dir / "address", config.run.dir / "other"
     for named, written in ((file, False), (other, True)):
         typed = [f"run.dir={config.run.dir}", f"swarm.initial_peers=['@{named}']"]
-        write_address(compose(typed), "/ip4/1.2.3.4")
+        AddressFile(compose(typed)).write("/ip4/1.2.3.4")
         assert file.exists() is written
-    write_address(config, "")
+    AddressFile(config).write("")
     assert file.read_text() == "/ip4/1.2.3.4\n", "a peer that nobody reaches has none"
+
+
+def test_the_address_file_follows_an_ip_that_this_machine_has_lost(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, here = {"192.168.1.5"}, ["10.0.0.7"]
+    monkeypatch.setattr("diloco.train.checkpoint._has_ip", own.__contains__)
+    monkeypatch.setattr("diloco.train.checkpoint._outgoing_ip", lambda host: here[0])
+    monkeypatch.setattr("diloco.train.checkpoint.FOLLOW_EVERY_S", 0.01)
+    path, rest = config.run.dir / "address", "/tcp/4100/p2p/12D3"
+    read = lambda: path.read_text().strip()  # noqa: E731
+    for router in ("/ip4/203.0.113.7", "/dns/home.example"):  # from the start not its own
+        AddressFile(config).write(router + rest)
+        assert read() == router + rest
+    with closing(AddressFile(config)) as file:
+        file.write(f"/ip4/192.168.1.5{rest}")
+        file.follow()
+        assert read() == f"/ip4/192.168.1.5{rest}"
+        own.clear()
+        eventually(lambda: read() == f"/ip4/10.0.0.7{rest}", "the new address")
+        here[0] = None  # without a network
+        file.follow()
+        assert read() == f"/ip4/10.0.0.7{rest}"
+
+
+def test_the_ips_of_this_machine_are_known() -> None:
+    assert checkpoint._has_ip("127.0.0.1") and not checkpoint._has_ip("203.0.113.7")
+    assert not checkpoint._has_ip("home.example")
+    present = checkpoint._outgoing_ip("192.168.1.5")
+    assert present is None or checkpoint._has_ip(present)

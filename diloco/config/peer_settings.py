@@ -144,7 +144,7 @@ class PeerSwarmConfig(PeerLocal):
 
     @property
     def donors(self) -> tuple[str, ...]:
-        """Where to ask for the run: addresses of peers, or the mailbox."""
+        """Places to ask for the run: addresses of peers, or the mailbox."""
         return self.initial_peers or ((self.mailbox,) if self.mailbox else ())
 
     @model_validator(mode="after")

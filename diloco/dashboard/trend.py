@@ -1,4 +1,4 @@
-"""Whether a loss still falls: a line through its last quarter, by least squares."""
+"""Slope of a loss: a line through its last quarter, by least squares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer does, as it says itself. A figure is one field: by what the field declares, it is
+"""Figures of a peer, as it says itself. A figure is one field: by what the field declares, it is
 shown in `diloco status`, on the page, to Prometheus and wandb, on the terminal, in summary.json."""
 
 from __future__ import annotations

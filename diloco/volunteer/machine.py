@@ -1,4 +1,4 @@
-"""What a worker looks at on its machine: power, the CPU's other users, and its own directory."""
+"""Observations of a worker on its machine: power, the CPU's other users, and its own directory."""
 
 from __future__ import annotations
 

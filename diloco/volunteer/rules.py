@@ -1,4 +1,4 @@
-"""What a worker does next: a function of the time, its state and what its machine shows.
+"""The next action of a worker: a function of the time, its state and what its machine shows.
 
     waiting -> training -> leaving -> waiting    a pause (`--when`), or a disk to clean
                         -> waiting               a crash: again after 1, 2, 4 ... 300 s
@@ -25,7 +25,7 @@ _HOURS = re.compile(r"([01]?\d|2[0-3])(?::([0-5]\d))?-([01]?\d|2[0-3])(?::([0-5]
 
 
 class Action(Enum):
-    """What the supervisor has to do."""
+    """The next action of the supervisor."""
 
     WAIT = auto()
     START = auto()
@@ -37,7 +37,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What the machine shows now.
+    """The present state of the machine.
 
     `code` and `error` are exit code and last error of a peer that has ended since the last facts,
     `joined` that the last one has made an inner step, `stop` that somebody ends the worker, `hour`
@@ -59,7 +59,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class State:
-    """What a worker knows. Times are unix seconds."""
+    """The memory of a worker. Times are unix seconds."""
 
     phase: str = "waiting"
     why: str = ""

@@ -20,8 +20,6 @@ from diloco.config import Manifest, SwarmConfig
 from diloco.config.address import is_mailbox
 from diloco.config.manifest import check_foreign, hash_of
 from diloco.errors import ConfigError, PayloadError, SwarmError
-from diloco.swarm.mailbox.objects import MAX_RUN_BYTES, unpack_run
-from diloco.swarm.mailbox.store import Away, FileStore
 from diloco.swarm.rpc.probe import ProbeResult, ask_to_be_called, probe
 from diloco.swarm.rpc.registry import FOR_DOCTOR, load_questions
 from diloco.swarm.rpc.watch import request_file, request_manifest
@@ -126,6 +124,9 @@ def inspect_swarm(
 
 async def _inspect_mailbox(url: str, gate: Gate) -> SwarmInfo:
     """Read the manifest in a store. Raises as `inspect_swarm`."""
+    from diloco.swarm.mailbox.objects import MAX_RUN_BYTES, unpack_run
+    from diloco.swarm.mailbox.store import Away, FileStore
+
     store = FileStore(url)
     try:
         manifest, seal, digest = unpack_run(await store.read("run", MAX_RUN_BYTES))
@@ -145,6 +146,8 @@ def try_store(url: str) -> dict[str, float]:
     Raises `SwarmError` with what the store does not allow, and `ConfigError` for a URL that cannot
     be opened.
     """
+    from diloco.swarm.mailbox.store import Away, FileStore
+
     name = f"doctor/{secrets.token_hex(8)}"
 
     async def work() -> dict[str, float]:
@@ -240,7 +243,7 @@ async def fetch_files(
     """
     left, reasons = dict(wanted), [""]
     if is_mailbox(initial_peers[0]):
-        return await _read_files(FileStore(initial_peers[0]), wanted, most_bytes, on_progress)
+        return await _read_files(initial_peers[0], wanted, most_bytes, on_progress)
     from diloco.swarm.wire.libp2p import Libp2p
 
     at_once = asyncio.Semaphore(min(PEERS_ASKED, len(wanted)))
@@ -285,12 +288,15 @@ async def fetch_files(
 
 
 async def _read_files(
-    store: FileStore,
+    url: str,
     wanted: FilesByDigest,
     most_bytes: int,
     on_progress: Callable[[int], None],
 ) -> None:
     """Fetch files from a store, as `fetch_files`."""
+    from diloco.swarm.mailbox.store import Away, FileStore
+
+    store = FileStore(url)
     for digest, (places, limit) in wanted.items():
         name = f"file/{digest}"
         try:

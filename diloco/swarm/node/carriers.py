@@ -1,4 +1,4 @@
-"""What a node needs of other peers: to say something to all or to one, to send a payload, to ask a
+"""Carriers: all that a node needs of other peers. To say something to all or to one, to send a payload, to ask a
 donor, and to know who is here.
 
 The mesh of streams is one carrier, and a mailbox another; a peer may have both.
@@ -12,7 +12,6 @@ from diloco.core import events
 from diloco.messages.base import Message
 from diloco.messages.bulk import Get
 from diloco.swarm.context import Context
-from diloco.swarm.mailbox.carrier import Mailbox
 from diloco.swarm.node.mesh import ControlMesh
 from diloco.swarm.node.options import RunSpec
 
@@ -67,6 +66,8 @@ class Carriers:
         mesh = ControlMesh(context, run)
         self._all: list[Carrier] = [mesh]
         if context.transport.store is not None:
+            from diloco.swarm.mailbox.carrier import Mailbox  # few peers have one
+
             self._all.append(Mailbox(context, context.transport.store, run.differences))
 
     def of(self, peer: str) -> Carrier:

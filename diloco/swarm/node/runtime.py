@@ -15,8 +15,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from diloco.outer.replica import Replica
-from diloco.swarm.mailbox.store import FileStore
-from diloco.swarm.mailbox.transport import NoStreams
 from diloco.swarm.node.node import Node, OnEvent
 from diloco.swarm.node.options import NodeOptions
 from diloco.swarm.rpc.probe import ask_to_be_called
@@ -49,9 +47,14 @@ class Runtime(Protocol):
 async def connect(options: NodeOptions) -> Transport:
     """Join the real network; only with a mailbox and no address, no stream is ever opened."""
     network, identity, gate = options.network, options.identity_path, options.gate
-    store = None if network.mailbox is None else FileStore(network.mailbox)
-    if store is not None and not network.initial_peers:
-        return NoStreams(identity, gate, store, network.reachable != "no")
+    store = None
+    if network.mailbox is not None:
+        from diloco.swarm.mailbox.store import FileStore
+        from diloco.swarm.mailbox.transport import NoStreams
+
+        store = FileStore(network.mailbox)
+        if not network.initial_peers:
+            return NoStreams(identity, gate, store, network.reachable != "no")
     from diloco.swarm.wire.libp2p import Libp2p  # imports hivemind
 
     transport = await Libp2p.connect(network, identity, gate, options.run.id, ask_to_be_called)

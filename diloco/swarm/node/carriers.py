@@ -1,5 +1,5 @@
-"""Carriers: all that a node needs of other peers. To say something to all or to one, to send a payload, to ask a
-donor, and to know who is here.
+"""Carriers: all that a node needs of other peers. To say something to all or to one, to send a
+payload, to ask a donor, and to know who is here.
 
 The mesh of streams is one carrier, and a mailbox another; a peer may have both.
 """

@@ -14,6 +14,7 @@ from diloco.messages.codec import decode, encode
 from diloco.messages.control import Hello, Status
 from diloco.messages.fields import MAX_TOKENS
 from diloco.messages.heads import Book, Entry
+from diloco.swarm.mailbox.objects import Box
 from tests.harness.fuzz.extremes import NUM_VALUES, Target, changed, targets
 from tests.harness.fuzz.faults import scenario, split_scenario
 from tests.harness.fuzz.liar import lie_of, play_lie
@@ -53,6 +54,8 @@ def with_plan(example: Any) -> Any:
     """A plan that is all zeros is not sent, nor is what arrives where nothing does."""
     if isinstance(example, Hello):
         return altered(example, status=with_plan(example.status))
+    if isinstance(example, Box):
+        return altered(example, hello=with_plan(example.hello))
     if not isinstance(example, Status):
         return example
     return altered(example, planned=(1, 2, 3), arriving={0: (7, "a" * 64)})

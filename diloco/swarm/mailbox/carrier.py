@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 # minute each, beside payloads.
 PERIODS, PERIODS_EACH = 5.0, 2.0  # heartbeats between two looks: at least, and for each peer
 OLD_BOX_PERIODS = 240.0  # without a change, after which anybody deletes a box
+LISTEN_PERIODS = 2.2  # in which everybody who lives writes its box
 SILENT_PERIODS, LONGEST_PERIODS = 3.0, 4.0
 AGAIN_PERIODS = 4.0  # after which what was said before is said again
 CLOSE_S = 5.0
@@ -92,8 +93,10 @@ class Mailbox:
     @property
     def period_s(self) -> float:
         """Seconds between two looks; longer with more peers, so that each makes few requests."""
-        here = 1 + sum(sender.connected for sender in self._senders.values())
-        return self._heartbeat_s * max(PERIODS, PERIODS_EACH * here)
+        return self._period_s(1 + sum(sender.connected for sender in self._senders.values()))
+
+    def _period_s(self, peers: int) -> float:
+        return self._heartbeat_s * max(PERIODS, PERIODS_EACH * peers)
 
     # -- as a carrier ------------------------------------------------------------------------------
 
@@ -116,9 +119,7 @@ class Mailbox:
             if path != name:
                 self._senders[path.removeprefix("peers/")] = Sender(tag, now)
         await self._write_box()
-        self._listened_at = now + 2.2 * max(
-            self.period_s, self._heartbeat_s * PERIODS_EACH * len(boxes) if len(boxes) > 1 else 0.0
-        )
+        self._listened_at = now + LISTEN_PERIODS * self._period_s(len(boxes))
         self._context.tasks.spawn(self._run())
         return []
 
@@ -160,10 +161,6 @@ class Mailbox:
 
     def expel(self) -> None:
         """Nothing: the next box of a peer that is not admitted is refused."""
-
-    def idle(self) -> bool:
-        """Return True: nobody waits for this peer."""
-        return True
 
     async def close(self) -> None:
         """Write the last box. The node's tasks are closed already."""
@@ -343,13 +340,13 @@ class Mailbox:
 
     async def _store_box(self, over: bool = False) -> None:
         context, facts, gate = self._context, self._facts, self._context.gate
-        hello = replace(self._core.hello(), seal=gate.memory.seal, instance=gate.instance)
+        hello = self._core.hello()
         status = replace(hello.status, figures=self._core.figures)
+        hello = replace(hello, status=status, seal=gate.memory.seal, instance=gate.instance)
         letters, tips = list(self._letters), [f.tip.head for f in facts.fragments]
         await self._contents.store_records()
         self._number = max(self._number + 1, self._wall_ms())
         chains, bases = self._contents.links(tips)
-        hello = replace(hello, status=status)
         box = Box(self._number, over, self.period_s, hello, gate.greeting(), letters, chains, bases)
         body = encode(box)
         signed = objects.signed_content(facts.identity.run_id, facts.me, body)

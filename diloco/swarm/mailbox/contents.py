@@ -41,8 +41,8 @@ STORE = "mailbox"  # stands for the store among the peers that ask the core
 class Chain:
     """The history of a fragment in the store: heads after others, and the newest whole anchor."""
 
-    after: dict[str, Link] = field(default_factory=dict)  # by head: the one before
-    links: dict[str, Link] = field(default_factory=dict)  # heads whose records are in the store
+    # by each head whose record is in the store: the head before
+    after: dict[str, Link] = field(default_factory=dict)
     pending: dict[str, Record] = field(default_factory=dict)  # that are to be written
     base: Link | None = None
     storing: bool = False
@@ -62,9 +62,8 @@ class Chain:
     def learn(self, chain: Sequence[Link]) -> None:
         """Take in what a box names."""
         for before, link in pairwise(chain):
-            self.after[link[1]], self.links[link[1]] = before, link
+            self.after[link[1]] = before
         forget_oldest(self.after, 4 * objects.MAX_CHAIN)
-        forget_oldest(self.links, 4 * objects.MAX_CHAIN)
 
 
 class Contents:
@@ -154,7 +153,7 @@ class Contents:
         for f in self._facts.fragments:
             chain = self.chains[f.index]
             for record in f.outbox.records.values():
-                if record.head.id not in chain.links:
+                if record.head.id not in chain.after:
                     chain.pending[record.head.id] = record
             # others begin with the anchor when more is lacking
             forget_oldest(chain.pending, max(2, 2 * f.sizes.anchor // f.sizes.update))
@@ -324,7 +323,7 @@ class Contents:
                 number = name.split("/")[2].partition("-")[0]
                 if number.isdecimal() and int(number) < oldest + (kind == "record"):
                     old.append(name)
-        known = {link[1][:32]: link[0] for link in self.chains[f.index].links.values()}
+        known = {head[:32]: before[0] + 1 for head, before in self.chains[f.index].after.items()}
         for name in await self._access.tags(f"payload/{f.index}"):
             if known.get(name.split("/")[2], oldest) < oldest:
                 old.append(name)

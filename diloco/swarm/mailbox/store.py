@@ -82,8 +82,8 @@ class FileStore:
         self._root = self._root.rstrip("/")
 
     async def tags(self, folder: str) -> dict[str, str]:
-        found = await self._call(self._list, folder, folder)
-        return dict(found)
+        tags: dict[str, str] = await self._call(self._list, folder, folder)
+        return tags
 
     async def read(
         self, name: str, most_bytes: int, on_bytes: Callable[[int], object] = lambda nbytes: None
@@ -108,19 +108,19 @@ class FileStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _list(self, folder: str) -> list[tuple[str, str]]:
+    def _list(self, folder: str) -> dict[str, str]:
         path = self._path(folder)
         self._files.invalidate_cache()
         try:
             entries = self._files.find(path, detail=True)
         except FileNotFoundError:
-            return []
+            return {}
         start = len(self._files._strip_protocol(self._root)) + 1
-        tagged = [
-            (name[start:], " ".join(str(entry[key]) for key in _CHANGES if key in entry))
+        return {
+            name[start:]: " ".join(str(entry[key]) for key in _CHANGES if key in entry)
             for name, entry in entries.items()
-        ]
-        return [pair for pair in tagged if not pair[0].rpartition("/")[2].startswith(".")]
+            if not name.rpartition("/")[2].startswith(".")
+        }
 
     def _read(self, name: str, most_bytes: int, tell: Callable[[int], None]) -> memoryview:
         """Read by ranges: opening a file would ask for its size first, and fail when it changes."""

@@ -59,7 +59,7 @@ def stepped(core: Facts, event: Stepped) -> None:
         loop.turn_due = loop.turn_due or loop.position in turns
         loop.due += [f for f in hurry if f not in loop.due]
     elif loop.position >= loop.cycle or hurry:
-        loop.due = list(core.fragments)
+        loop.due = [f for f in core.fragments if f in hurry or not _is_ahead(core, f)]
         loop.position = loop.cycle
     loop.position %= loop.cycle
 
@@ -113,6 +113,18 @@ def _hurries(core: Facts, f: FragmentState) -> bool:
     steps = learned.steps
     after = behind * (steps + core.settings.overlap) / steps if behind > 1 else behind
     return 2 * after >= core.settings.late
+
+
+def _is_ahead(core: Facts, f: FragmentState) -> bool:
+    """Return True if other fragments have to catch up with this one first, at a barrier.
+
+    1. The author of fragment 1 freezes, with fragment 0 made. 2. A newcomer learns from both, while
+    the others wait for fragment 1, which it sends in the same round as fragment 0. 3. From then on
+    its round of each would begin when the others have half of theirs behind them, for ever: they
+    wait for its fragment 1, and it waits for their fragment 0.
+    """
+    numbers = [fragment.tip.head.number for fragment in core.fragments]
+    return core.settings.barrier and f.tip.head.number > min(numbers)
 
 
 def load(core: Facts, f: FragmentState) -> None:
@@ -180,6 +192,8 @@ def contribute(core: Facts, f: FragmentState) -> None:
     )
     newer = learned.base != f.tip.head.id  # a head that training can go on from at once
     learned.steps_left = 0 if newer else core.settings.overlap
+    if core.settings.lockstep and learned.base in f.tip.book.recent[-1:]:
+        learned.base = f.tip.head.id  # no: with the next one this peer is in step again
     forget(f)
     loop.next_turn = f.index + 1
     core.act(Capture(learned.draft))

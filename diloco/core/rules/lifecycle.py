@@ -103,6 +103,8 @@ def leave(core: Facts) -> None:
         return
     kept = lacks = making = False
     limit = core.life.leave_by
+    # those who train still make the last head of a fragment that is behind
+    lasts = core.over(core.control.tip) and any(m.status.trains for m in core.members.all())
     for f in core.fragments:
         if any(core.now - at < pace.round_s(core, f) for at in f.outbox.served_at.values()):
             limit = latest_exit(core)
@@ -110,6 +112,7 @@ def leave(core: Facts) -> None:
         # when the run is over, all end with its last heads; else one of the others has to have them
         if core.life.finished:
             lacks = lacks or any(without) or bool(f.inbox.greater().keys() - core.shunned.keys())
+            lacks = lacks or (lasts and not core.over(f.tip))
         else:
             lacks = lacks or (bool(without) and all(without))
         making = making or bool(f.learned.draft or f.round.merge or f.inbox.moving)

@@ -82,6 +82,7 @@ def test_who_has_finished_stays_while_others_make_a_last_version(trains: bool, o
     if over:
         peer.facts.planned = (0, clock.tip.head.work, 0)
         clock.tip = replace(clock.tip, head=with_fields(clock.tip.head, number=99))
+        behind.tip = replace(behind.tip, head=with_fields(behind.tip.head, work=1))
     for member in peer.facts.members.all():
         member.tips = {f.index: f.tip.key for f in (clock, behind)}
         member.status = with_fields(member.status, trains=trains)

@@ -147,6 +147,7 @@ def test_a_bucket_does_not_grow_and_each_peer_makes_few_requests() -> None:
         store = crowd.store
         assert store is not None
         counts: list[tuple[float, int, int]] = []
+        anchors = set[str]()
 
         async def story() -> None:
             for name in "abcd":
@@ -154,10 +155,14 @@ def test_a_bucket_does_not_grow_and_each_peer_makes_few_requests() -> None:
             for version in (20, 60):
                 await crowd.until(lambda v=version: min(versions(crowd)) >= v, 3000.0, "versions")
                 counts.append((loop.seconds, store.requests, len(store.objects)))
+                anchors.update(
+                    name.rpartition("/")[0] for name in store.objects if name.startswith("part/")
+                )
 
         assert crowd.violation_of(story()) is None
     (begin_s, before, objects), (end_s, after, later) = counts
     assert later < objects + 40, "records and anchors of 16 versions come and go"
+    assert len(anchors) <= 2 * 3, "an anchor is written every 16 versions"
     minutes = (end_s - begin_s) / (60 * HEARTBEAT_S)  # at a heartbeat of a second
     assert (after - before) / 4 / minutes < 60
 

@@ -244,7 +244,10 @@ class Contents:
                 tips[member.peer] = member.tips.get(f.index, (0, ""))
             same = [self._facts.me, *(peer for peer, key in tips.items() if key == tip.key)]
             first = min(same, key=lambda peer: score(f.index, peer))
-            if first != self._facts.me:
+            # until the store has its record, nobody knows what the tip follows
+            unknown = tip.head.id not in chain.after
+            comes = any(record.head.id == tip.head.id for record in f.outbox.records.values())
+            if first != self._facts.me or (unknown and comes):
                 continue
             ids = {link[1] for link in chain.to(link_of(tip.head))}
             base = chain.base

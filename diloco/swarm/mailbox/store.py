@@ -142,19 +142,32 @@ class FileStore:
         folder, _, base = path.rpartition("/")
         if self._scheme != "file":  # object stores show an object when all of it is there
             return self._files.pipe_file(path, b"".join(chunks))  # type: ignore[no-any-return]
-        self._files.makedirs(folder, exist_ok=True)
         part = f"{folder}/.{base[:64]}-{secrets.token_hex(4)}"
+        with suppress(FileNotFoundError):
+            return self._write_file(folder, part, path, chunks)
+        self._write_file(folder, part, path, chunks)  # another peer has deleted the empty folder
+
+    def _write_file(
+        self, folder: str, part: str, path: str, chunks: Sequence[bytes | memoryview]
+    ) -> None:
+        self._files.makedirs(folder, exist_ok=True)
         with self._files.open(part, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
         self._files.mv(part, path)
 
     def _delete(self, names: Sequence[str]) -> None:
-        with suppress(FileNotFoundError):
-            return self._files.rm([self._path(name) for name in names])  # type: ignore[no-any-return]
-        for name in names:  # one is gone: by whoever cleaned up
-            with suppress(FileNotFoundError):
-                self._files.rm_file(self._path(name))
+        paths = [self._path(name) for name in names]
+        try:
+            self._files.rm(paths)
+        except FileNotFoundError:  # one is gone: by whoever cleaned up
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._files.rm_file(path)
+        if self._scheme == "file":
+            for folder in {path.rpartition("/")[0] for path in paths}:
+                with suppress(OSError):  # there are other objects in it
+                    self._files.rmdir(folder)
 
     async def _call(self, work: Callable[..., Any], name: str, *arguments: object) -> Any:
         self.requests += 1

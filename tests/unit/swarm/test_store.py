@@ -39,6 +39,10 @@ def test_objects_are_written_listed_read_and_deleted(store: FileStore) -> None:
             await store.read("peers/a", 4)
         await store.delete(["peers/a", "peers/gone"])
         assert [*await store.tags("peers")] == ["peers/b/c"]
+        await store.delete(["peers/b/c"])
+        if store.url.startswith("file:"):
+            assert not [*Path(store.url.removeprefix("file://"), "peers").glob("*")]
+        await store.write("peers/b/c", [b"x"])
 
     asyncio.run(story())
     assert store.requests > 8

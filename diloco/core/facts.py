@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from diloco.core import history
@@ -92,6 +93,8 @@ class Facts:
     moved: int = 0  # bytes for this peer's own training (`Status.moved`)
     made_step: bool = True  # since the last head was told
     shunned: dict[str, float] = field(default_factory=dict)  # authors passed over, until when
+    indirect: dict[str, None] = field(default_factory=dict)  # authors noted as `indirect`
+    apart_until: float = -inf  # until then others are authors, as few reach this peer
     out: list[Action] = field(default_factory=list)  # for the owner
     _signed: dict[str, None] = field(default_factory=dict)
     _wakes: set[float] = field(default_factory=set)
@@ -178,8 +181,11 @@ class Facts:
         return self.loop.steps > 0 or any(status.steps for status in stay)
 
     def lacks_peers(self) -> bool:
-        """Return True if nobody has begun, and fewer are here than this peer is to begin with."""
-        return len(self.members) + 1 < self.life.min_peers and not self.began()
+        """Return True if fewer are here than this peer is to begin with, and none of them trains.
+        (Two behind routers never meet; both meet one that is about to train.)"""
+        if len(self.members) + 1 >= self.life.min_peers or self.began():
+            return False
+        return not any(m.status.trains and not m.status.leaves for m in self.members.all())
 
     def num_trainers(self) -> int:
         """Peers that train now, at least 1."""
@@ -247,8 +253,9 @@ class Facts:
         return self.life.ready or not any(inbox.ahead and inbox.greater() for inbox in inboxes)
 
     def hands_over(self) -> bool:
-        """Return True if this peer leaves, so that others make further versions."""
-        return self.life.leaving and bool(self.members.authors())
+        """Return True if this peer leaves, or few reach it: others make further versions."""
+        gives_up = self.life.leaving or self.now < self.apart_until
+        return gives_up and bool(self.members.authors())
 
     def making(self) -> bool:
         """Return True while this peer makes a version of which nobody has heard."""
@@ -296,6 +303,19 @@ class Facts:
         self.shunned = {peer: until for peer, until in self.shunned.items() if until > self.now}
         self.shunned[author] = self.now + seconds
         forget_oldest(self.shunned, MOST_SHUNNED)
+
+    def stand_back(self, peers: Collection[str], seconds: float) -> None:
+        """Leave further versions to others for so long, as these peers do not reach this one."""
+        if self.now >= self.apart_until and self.members.authors():
+            self.apart_until = self.now + seconds
+            self.note("stands_back", peers=sorted(peers))
+
+    def note_way(self, author: str, via: str) -> None:
+        """Note once that an author is reached by way of another peer only."""
+        if via != author and author not in self.indirect:
+            self.indirect[author] = None
+            forget_oldest(self.indirect, MOST_SHUNNED)
+            self.note("indirect", author=author, via=via)
 
     def trust_again(self, author: str) -> None:
         """An author makes versions, so it is not stuck."""

@@ -76,6 +76,7 @@ class Contribution:
     payload: Any
     arrived_at: float  # whole
     captured_at: float  # its pseudo-gradient
+    carrier: str = ""  # the peer that sent it here; "" for the own one
     sent_to: str = ""  # the peer that was offered it, or sent it
     sending_since: float = inf
     sent_bytes: int = 0  # that are there

@@ -25,7 +25,7 @@ STYLES = {
     "green": "training collecting",
     "cyan": "exchanging fetching",
     "magenta": "evaluating",
-    "yellow": "waiting leaving",
+    "yellow": "waiting leaving indirect",
     "red": "bad alone",
     "bold green": "done",
     "bold red": "failed killed",

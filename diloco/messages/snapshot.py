@@ -111,8 +111,9 @@ class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
 
 
 class FragmentRow(_Row, frozen=True):
-    """The tip that this peer has. following: `author` is another peer; collecting: this one; alone:
-    none. fetching: others have more. settling: this peer has just come, and listens first."""
+    """The tip that this peer has. following: `author` is another peer; indirect: reached by
+    way of others; collecting: this one; alone: none. fetching: others have more. settling: this
+    peer has just come, and listens first."""
 
     fragment: Annotated[fields.Index, Shown("fragment")]
     version: Annotated[fields.Count, Shown("version")]
@@ -122,7 +123,7 @@ class FragmentRow(_Row, frozen=True):
     author: Annotated[fields.Name | None, Shown("author", "peer")]  # the present author
     here: Annotated[fields.Count, Shown("here", rank=1)]  # contributions
     state: Annotated[
-        Literal["following", "collecting", "fetching", "settling", "alone"],
+        Literal["following", "indirect", "collecting", "fetching", "settling", "alone"],
         Shown("state", "state"),
     ]
 

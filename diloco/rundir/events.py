@@ -39,6 +39,8 @@ class EventKind(StrEnum):
     # Versions.
     TIP = "tip"  # a fragment has a newer version (only for `diloco status`)
     TAKEOVER = "takeover"  # this peer made a version in place of the one whose turn it was
+    INDIRECT = "indirect"  # this peer reaches an author by way of others only
+    STANDS_BACK = "stands_back"  # so do most others reach this one, which makes no versions now
     STUCK = "stuck"  # an author makes no version, and is passed over
     NOT_SHUNNED = "not_shunned"  # such an author made a version after all
     MISSING = "missing"  # a round was closed without the contributions of these peers
@@ -191,6 +193,13 @@ _LINES: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "planned": _planned,
     "unreachable": lambda of: (
         f"others cannot call this peer; it trains all the same ({plain(of.get('advice', ''))})"
+    ),
+    "indirect": lambda of: (
+        f"...{plain(of['author'])[-6:]}, which makes versions, cannot be reached from here; what"
+        f" this peer learns goes by way of ...{plain(of['via'])[-6:]}, so rounds take longer"
+    ),
+    "stands_back": lambda of: (
+        f"{counted(len(of['peers']), 'peer')} cannot reach this one, so others make the versions"
     ),
     "micro_batch": lambda of: (
         f"memory is short: from now on {counted(of['sequences'], 'sequence')} at a time"

@@ -378,6 +378,8 @@ class SimTransport:
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         return {}
 
+    async def hang_up(self, peer: str) -> None: ...
+
     async def failed(self) -> None:
         await asyncio.shield(self._failure)
 

@@ -49,10 +49,10 @@ LINES_IN_ALL, LINES_IN_ALL_PER_S = 400.0, 1.0
 FIRST_S, LONGEST_S, FORGET_S = 10.0, 3600.0, 86400.0
 
 _CAUSED_BY = {
-    "author": "contribution_broke missed not_shunned refused_head stuck",
+    "author": "contribution_broke indirect missed not_shunned refused_head stuck",
     "donor": "fetch_failed inner_state_failed",
     "peer": "join leave lost other_data penalty plan_ignored planned refused refused_us",
-    "": "clipped digest_mismatch left_out missing same_data takeover",
+    "": "clipped digest_mismatch left_out missing same_data stands_back takeover",
 }
 CAUSED_BY_OTHERS = {kind: field for field, kinds in _CAUSED_BY.items() for kind in kinds.split()}
 """Kinds of events that a peer can cause as often as it likes, and the field that names it."""

@@ -72,6 +72,10 @@ class NoNetwork:
 
     def __init__(self, me: str = "me") -> None:
         self.me, self.seeds, self.called = me, list[str](), list[str]()
+        self.hung_up = list[str]()
+
+    async def hang_up(self, peer: str) -> None:
+        self.hung_up.append(peer)
 
     async def open(self, peer: str, protocol: str) -> Any:
         self.called.append(peer)

@@ -94,9 +94,9 @@ def test_a_look_finds_all_peers_through_one_and_says_what_is_wrong_with_the_othe
 def test_a_peer_that_nobody_can_call_trains_and_is_no_author(crowd: Crowd) -> None:
     first = crowd.peer(min_peers=3).start()
     dead = f"/ip4/127.0.0.1/tcp/{dead_port()}"
-    # and these two do not meet, or they would wait for three, too
-    mute = crowd.peer(first.address, reachable="no")
-    wrong = crowd.peer(first.address, announce=[dead])
+    # these two do not meet
+    mute = crowd.peer(first.address, reachable="no", min_peers=3)
+    wrong = crowd.peer(first.address, announce=[dead], min_peers=3)
     together(mute.start, wrong.start)
     assert mute.node.addresses == [] and mute.view.address == ""
     [said] = wrong.said("unreachable")

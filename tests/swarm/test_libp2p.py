@@ -156,3 +156,32 @@ def test_bulk_streams_go_past_the_daemon_where_both_peers_and_the_port_allow_it(
                 await peer.close()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("announced", "is_believed"),
+    [("/ip4/100.64.0.9/tcp/4100", True), ("/ip4/1.1.1.1/tcp/4100", False)],
+)
+def test_an_address_in_a_vpn_is_believed_as_nobody_elsewhere_can_test_it(
+    tmp_path: Path, announced: str, is_believed: bool
+) -> None:
+    async def cannot(transport: Any) -> tuple[bool, str]:
+        return False, "no answer"
+
+    async def scene() -> None:
+        first = await Libp2p.connect(SwarmConfig(), tmp_path / "first", Gate())
+        places = {"initial_peers": first.addresses[:1], "announce": [announced]}
+        try:
+            second = await Libp2p.connect(
+                SwarmConfig(**places), tmp_path / "second", Gate(), ask=cannot
+            )
+            try:
+                assert second.addresses == [f"{announced}/p2p/{second.me}"]
+                assert second.reachable == is_believed
+                assert second.may_call("/ip4/100.101.1.1/tcp/4100") == is_believed
+            finally:
+                await second.close()
+        finally:
+            await first.close()
+
+    asyncio.run(scene())

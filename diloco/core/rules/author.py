@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from diloco.core.events import Merge, Merged, Share
-from diloco.core.facts import Facts
+from diloco.core.facts import SHUNNED, Facts
 from diloco.core.fragment import Contribution, FragmentState
 from diloco.core.history import follow
 from diloco.core.members import PAUSE_LIMIT_S, PAUSE_ROUNDS, Member
@@ -160,13 +160,19 @@ def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None
     window = book.pushes, book.delay if book.pushes else delay
     f.round.merge = Merge(f.index, head.id, head.number + 1, tuple(shares), *window)
     core.act(f.round.merge)
+    # What others carry arrives late, so rounds are long for all.
+    carried = [item for item in items if item.carrier not in ("", item.line.peer)]
+    far = [item.line.peer for item in carried if item.line.peer not in core.members]
+    if 2 * len(far) >= sum(item.line.peer != core.me for item in items) > 0:
+        core.stand_back(far, SHUNNED * pace.patience_s(core, f))
 
 
 def merged(core: Facts, event: Merged) -> None:
     """The update is made; in vain if the tip has moved, or another peer is the author by now."""
     f = core.fragments[event.fragment]
-    here, merge, f.round.merge = f.tip.head, f.round.merge, None
+    here, merge = f.tip.head, f.round.merge
     others = here.id != event.base or f.inbox.moving or core.author_of(f) != core.me
+    f.round.merge = None
     if merge is None or others or core.over(f.tip):
         return
     left_out = event.left_out

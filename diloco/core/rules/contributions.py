@@ -70,6 +70,8 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
             item.sent_to = via
             _send(core, f, item, 0)
         elif via and (item.sent_to != via or now >= item.offer_at):
+            if mine:
+                core.note_way(author, via)
             item.sent_to = via
             item.offer_at = now + core.settings.refresh_s
             item.held_since = known
@@ -167,7 +169,8 @@ def delivered(core: Facts, event: Delivered) -> bool:
         f = core.fragments[line.fragment]
         if line.peer not in f.pool and _is_full(core, f):
             f.pool.pop(_misfit(core, f), None)
-        f.pool[line.peer] = Contribution(line, event.payload, core.now, core.now - event.age_s)
+        captured_at = core.now - event.age_s
+        f.pool[line.peer] = Contribution(line, event.payload, core.now, captured_at, event.peer)
         f.transfers.pop(line.peer, None)
         if f is core.control:
             data.changed(core)

@@ -339,15 +339,16 @@ def try_to_listen(
 
     Returns the addresses, True if others can connect there, and the remedy if they cannot.
     """
-    from diloco.swarm.wire.libp2p import Libp2p
+    from diloco.swarm.wire.libp2p import Libp2p, in_vpn
 
     places = {"initial_peers": tuple(seeds), "listen": tuple(listen), "announce": tuple(announce)}
     network = SwarmConfig().model_copy(update={**places, "reachable": "yes"})
 
     async def listen_and_ask() -> tuple[list[str], bool, str]:
         async with aclosing(await Libp2p.connect(network, identity_path, gate)) as peer:
-            reachable, advice = (await ask_to_be_called(peer)) if seeds else (peer.reachable, "")
-            return peer.addresses, reachable, advice
+            if not seeds or in_vpn(announce):
+                return peer.addresses, peer.reachable, ""
+            return peer.addresses, *await ask_to_be_called(peer)
 
     return asyncio.run(listen_and_ask())
 

@@ -53,6 +53,8 @@ class NoStreams:
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         return {}
 
+    async def hang_up(self, peer: str) -> None: ...
+
     def may_call(self, address: str) -> bool:
         return False
 

@@ -144,8 +144,7 @@ class ControlMesh:
         older, member = self._incoming.get(peer), self._members.get(peer)
         if older is None or member is None or older.instance == instance:
             return None
-        now, spoke = self._context.now, older.received
-        until = now() + ALIVE_S
+        now, spoke, until = self._context.now, older.received, self._context.now() + ALIVE_S
         while older.received == spoke and self._incoming.get(peer) is older and now() < until:
             await asyncio.sleep(ALIVE_S / 60)
         silent = older.received == spoke and 0.0 < 3 * member.interval_s < ALIVE_S
@@ -275,8 +274,7 @@ class ControlMesh:
     async def _serve(self, peer: str, reader: ByteReader, writer: ByteWriter) -> None:
         """Read an incoming stream: a hello, then messages."""
         stream = PeerStream(peer, reader, writer, self._context.traffic)
-        why = self._streams.opened(peer, self._context.now())
-        if why is not None:
+        if (why := self._streams.opened(peer, self._context.now())) is not None:
             logger.debug("a control stream of %s is over a limit: %s", peer, why)
             stream.close()
             return
@@ -306,13 +304,17 @@ class ControlMesh:
             await stream.refuse(why, discard=0)
             return
         self._check_message(hello)
+        if peer in self._incoming:  # libp2p would go on writing to its older, dead connection
+            self.disconnect(peer)
+            await context.transport.hang_up(peer)
+            raise ConnectionError(f"{peer} has to call again")
         await stream.send(Welcome())
         if context.tasks.closed:
             raise ConnectionError("this node is closed")  # while the hello was read
         self._incoming[peer], stream.instance = stream, hello.instance
         self._gate.learn_seal(self._run.manifest_hash, hello.seal)
         context.do(Connected(peer, hello))
-        context.tasks.spawn(self._call_back(peer))
+        context.tasks.spawn(self._dial_twice(peer))
         self._dial_named(hello.peers)
         while True:
             try:
@@ -355,9 +357,9 @@ class ControlMesh:
             with contextlib.suppress(*BROKEN, PayloadError):
                 await stream.refuse(str(error), discard=0)
 
-    async def _call_back(self, peer: str) -> None:
-        """Dial a caller, twice: a call that had begun fails when its connection is replaced."""
-        await self.dial(peer) or await self.dial(peer)
+    async def _dial_twice(self, peer: str) -> bool:
+        """Dial again at once: a call fails whose connection is replaced."""
+        return await self.dial(peer) or await self.dial(peer)
 
     async def _ended(self, peer: str) -> None:
         """After a stream's end, drop a peer that said goodbye, and call any other once more."""
@@ -370,7 +372,7 @@ class ControlMesh:
                 outgoing.end()
             if member.status.leaves:
                 self._context.do(Lost(peer, "said goodbye"))
-            elif not await self.dial(peer):
+            elif not await self._dial_twice(peer) and peer not in self._incoming:
                 self.redial_later(peer)
                 self._context.do(Lost(peer, "connection reset"))
         finally:

@@ -247,8 +247,9 @@ def _state(member: Member) -> State:
 def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
     """Describe a fragment's tip here, and the work of this peer on it."""
     head, author = f.tip.head, facts.author_of(f)
-    state: Literal["following", "collecting", "fetching", "settling", "alone"]
-    state = "collecting" if author == facts.me else "following" if author else "alone"
+    state: Literal["following", "indirect", "collecting", "fetching", "settling", "alone"]
+    state = "following" if author in facts.members else "indirect" if author else "alone"
+    state = "collecting" if author == facts.me else state
     state = "fetching" if f.inbox.behind() else state if facts.life.ready else "settling"
     here = sum(not f.tip.objection(item.line) for item in f.pool.values())
     numbers, short = (f.index, head.number, head.work), head.id[:ID_DIGITS]

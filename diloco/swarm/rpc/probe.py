@@ -107,7 +107,8 @@ async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
     none answers, the result is False: a peer that wrongly counts as reachable would make versions,
     which others might have to fetch through a third peer in each round.
     """
-    places = [address.rpartition("/p2p/")[0] for address in transport.addresses[:CALLS_AT_ONCE]]
+    own = [address.rpartition("/p2p/")[0] for address in transport.addresses]
+    places = own[:CALLS_AT_ONCE]
     for turn in range(ROUNDS):
         await asyncio.sleep(PAUSE_S if turn else 0.0)
         for peer in transport.seeds[:ASKED_PEERS]:
@@ -116,7 +117,7 @@ async def ask_to_be_called(transport: Transport) -> tuple[bool, str]:
             except (*BROKEN, PayloadError) as error:
                 logger.debug("%s does not say whether it can call back: %r", peer, error)
                 continue
-            reached = bool(set(reply.reached) & set(places))
+            reached = bool(set(reply.reached) & set(own))
             return reached, "" if reached else _advice(places, reply)
     return False, UNKNOWN
 

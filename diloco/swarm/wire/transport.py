@@ -74,6 +74,9 @@ class Transport(Protocol):
     async def call_anew(self, peer: str, addresses: Sequence[str]) -> dict[str, str]:
         """Make new connections to a peer; return the error by address, "" if there was none."""
 
+    async def hang_up(self, peer: str) -> None:
+        """End all connections with a peer, and with them their streams; it may call again."""
+
     def may_call(self, address: str) -> bool:
         """Return True if an address may be called that only other peers have named.
 

@@ -182,6 +182,8 @@ class RealSwarm:
                 network.partition(fault.groups)
             case "fast":
                 network.fast(fault.peers[0])
+            case "move":
+                network.move(fault.peers[0])
             case "slow" | "delay" | "loss":
                 network.worsen(fault.peers[0], fault.kind, fault.value)
             case _:
@@ -209,13 +211,14 @@ class RealSwarm:
 
     def _enter(self, peer: int) -> str | None:
         others = [one for one in self.running() if not one.stopped and one.fate is None]
-        addresses = [one.address for one in others if one.address is not None]
-        if not addresses:
-            return "nobody is there to join"
+        callable_ = [one for one in others if not self.network.is_home(one.peer)]
+        addresses = [one.address for one in callable_ if one.address is not None]
         before = self._newest.get(peer)
         if before is not None and before.poll() is None:
             return f"p{peer} still runs"
-        self._start(peer, [f"swarm.initial_peers={addresses[:3]}"])
+        if not addresses and not (others and before):
+            return "nobody is there to join"
+        self._start(peer, [f"swarm.initial_peers={addresses[:3]}"])  # with none, they call
         return None
 
     def _start(self, peer: int, overrides: Sequence[str]) -> PeerProcess:
@@ -224,7 +227,7 @@ class RealSwarm:
         directory.mkdir(parents=True, exist_ok=True)
         number = sum(one.peer == peer for one in self.sessions)
         session = PeerProcess(peer, directory, number, time.time(), f"{self._mark}-{peer}-{number}")
-        listen = f"swarm.listen=/ip4/{self.network.address(peer)}/tcp/0"
+        listen = f"swarm.listen={self.network.listen(peer)}"
         command = [*self.network.command(peer), sys.executable, "-m", "diloco.train"]
         command += [*self._overrides, f"run.dir={directory}", f"run.name=p{peer}"]
         with session.out.open("wb") as out, session.err.open("wb") as err:

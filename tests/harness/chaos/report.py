@@ -178,11 +178,14 @@ def report(log: Log, happened: Sequence[Happened]) -> dict[str, Any]:
     summaries = [one.summary for one in log.stays if one.summary and one.fate is None]
     losses = [(one["outer_steps"], one["eval"]["loss"]) for one in summaries if one.get("eval")]
     gaps = [b - a for one in log.stays for a, b in pairwise(one.steps)]
+    adopted = [[account.time for account in one.accounts] for one in log.stays]
+    rounds = [b - a for times in adopted for a, b in pairwise(times)]
     seconds = log.ended_at - log.begun_at
     processed = sum(len(one.steps) for one in log.stays) * log.tokens_per_step
     discarded = sum(int(event.get("tokens") or 0) for event in _discarded(log))
     return {
         "step_s": statistics.median(gaps) if gaps else 0.0,
+        "round_s": statistics.median(rounds) if rounds else 0.0,
         "seconds": seconds,
         "tokens": {"processed": processed, "applied": log.applied(), "discarded": discarded},
         "tokens_per_s": (log.applied() - log.applied(log.begun_at)) / max(1e-9, seconds),
@@ -250,7 +253,10 @@ def judge(figures: Mapping[str, Any], pause_limit_s: float = math.inf) -> list[s
 
 def lines_of(figures: Mapping[str, Any], calm: Mapping[str, Any] | None) -> Iterator[str]:
     """The report as a text table."""
-    yield f"{figures['seconds']:.1f} s, inner step {figures['step_s'] * 1e3:.0f} ms (median)"
+    yield (
+        f"{figures['seconds']:.1f} s, inner step {figures['step_s'] * 1e3:.0f} ms, outer step"
+        f" {figures['round_s']:.2f} s (medians)"
+    )
     yield ""
     yield f"{'at':>7}  {'fault':24} {'T_detect':>9} {'by':18} {'T_resume':>9} of"
     for row in figures["faults"]:
@@ -275,7 +281,7 @@ def lines_of(figures: Mapping[str, Any], calm: Mapping[str, Any] | None) -> Iter
     if calm is not None:
         share = figures["tokens_per_s"] / max(1e-9, calm["tokens_per_s"])
         yield (
-            f"without faults {calm['tokens_per_s']:.1f} tokens/s, held-out loss"
-            f" {calm['eval_loss']:.4f} after {calm['tokens']['applied']} tokens: goodput"
-            f" {share:.1%}"
+            f"without faults {calm['tokens_per_s']:.1f} tokens/s, outer step"
+            f" {calm['round_s']:.2f} s, held-out loss {calm['eval_loss']:.4f} after"
+            f" {calm['tokens']['applied']} tokens: goodput {share:.1%}"
         )

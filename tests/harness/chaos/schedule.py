@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.harness.links.pipe import WORSE
 
-LINK_KINDS = ("partition", "heal", "fast", *WORSE)
+LINK_KINDS = ("partition", "heal", "fast", "move", *WORSE)
 KINDS = ("kill", "stop", "cont", "term", "join", "restart", *LINK_KINDS)
 # What follows a kind: a pattern, and an example. It is one peer where nothing is said.
 FORMS = {"join": ("", ""), "heal": ("", ""), "partition": (r"\d+(,\d+)*(\|\d+(,\d+)*)+", "0,1|2,3")}

@@ -3,12 +3,11 @@
     peer ── eth0 (TUN) ── up pipe ── this process ── down pipe ── eth0 (TUN) ── peer
 
 One process per swarm, started by `links.py`. It reads requests from standard input, one JSON object
-per line, and answers each with one line; it ends with its input, and its devices with it. Addresses
-are 10.77.0.(peer + 1); what is for anybody else goes nowhere. `links.py` moves each device to its
-namespace.
+per line, and answers each with one line; it ends with its input, and its devices with it. What is
+for an address that no peer has goes nowhere. `links.py` moves each device to its namespace.
 
-    {"add": PEER, "device": NAME}            {"shape": PEER, "up": [...], "down": [...]}
-    {"sides": {PEER: SIDE}}                  {"count": 1}
+    {"add": PEER, "device": NAME, "address": IP, "home": BOOL}       {"move": PEER, "address": IP}
+    {"shape": PEER, "up": [...], "down": [...]}    {"sides": {PEER: SIDE}}    {"count": 1}
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ import fcntl
 import json
 import os
 import select
+import socket
 import struct
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from tests.harness.links.pipe import Pipe, Shape
+from tests.harness.links.router import TARGET, Router
 
 MTU = 65000  # few packets, because each costs an interpreter some 20 microseconds
 SET_INTERFACE, TUN_NO_INFO = 0x400454CA, 0x1001
@@ -33,11 +34,12 @@ NAP_S = 1.0
 
 @dataclass
 class Port:
-    """A peer's device and the two directions of its link."""
+    """A peer's device, the two directions of its link, and its router, if it is at home."""
 
     file: int
     up: Pipe
     down: Pipe
+    router: Router | None
 
 
 class Emulator:
@@ -46,13 +48,25 @@ class Emulator:
 
     def __init__(self) -> None:
         self.ports: dict[int, Port] = {}
+        self.peers: dict[bytes, int] = {}  # by public address
         self.sides: dict[int, int] = {}
 
     def ask(self, request: dict[str, Any]) -> object:
         """Do what a line says; the answer."""
         if "add" in request:
             peer = int(request["add"])
-            self.ports[peer] = Port(tun(request["device"]), Pipe(2 * peer), Pipe(2 * peer + 1))
+            address = socket.inet_aton(request["address"])
+            router, device = Router(address) if request["home"] else None, tun(request["device"])
+            self.ports[peer] = Port(device, Pipe(2 * peer), Pipe(2 * peer + 1), router)
+            self.peers[address] = peer
+        elif "move" in request:
+            router, address = (
+                self.ports[request["move"]].router,
+                socket.inet_aton(request["address"]),
+            )
+            assert router is not None, "it is at home"
+            self.peers[address] = self.peers.pop(router.address)
+            router.move(address)
         elif "shape" in request:
             port = self.ports[request["shape"]]
             port.up.shape, port.down.shape = Shape(*request["up"]), Shape(*request["down"])
@@ -79,18 +93,24 @@ class Emulator:
                     os.close(port.file)
                     del self.ports[peer]
                 return
-            port.up.push(now, packet)
+            if packet[0] >> 4 == 4:  # the kernel tries IPv6, too
+                port.up.push(now, packet)
 
     def turn(self, now: float) -> None:
         """Everything that is due moves on: up pipe to down pipe, down pipe to device."""
         for peer, port in self.ports.items():
-            for packet in port.up.pull(now):
-                ours = packet[0] >> 4 == 4 and packet[16:19] == b"\x0a\x4d\x00"
-                target = packet[19] - 1 if ours else -1
+            for sent in port.up.pull(now):
+                packet = sent if port.router is None else port.router.leave(sent)
+                if packet is None:
+                    continue
+                target = self.peers.get(packet[TARGET], -1)
                 if target in self.ports and self.sides.get(target, 0) == self.sides.get(peer, 0):
                     self.ports[target].down.push(now, packet)
         for port in self.ports.values():
-            for packet in port.down.pull(now):
+            for sent in port.down.pull(now):
+                packet = sent if port.router is None else port.router.come(sent)
+                if packet is None:
+                    continue
                 try:
                     os.write(port.file, packet)
                 except OSError:

@@ -23,9 +23,12 @@ from typing import Any
 
 from tests.harness.links.emulator import MTU, tun
 from tests.harness.links.pipe import WORSE, Shape
+from tests.harness.links.router import INSIDE
 
 PREFIX = "chs"
-MOST = 250  # addresses of one /24, and interface names of at most 15 characters
+# A network of AS112 (RFC 7535): its addresses count as public, and no peer has one in earnest.
+NETWORK, PORT = "192.31.196", 4100
+MOST = 125  # peers with two addresses each in one /24; interface names have 15 characters
 
 
 @functools.cache
@@ -50,17 +53,18 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def networks(reason: str | None, base: Shape) -> Iterator[Loopback]:
+def networks(reason: str | None, base: Shape, homes: bool = False) -> Iterator[Loopback]:
     """Where the peers of a swarm live; everything that was made is gone afterwards.
 
     A `reason` against namespaces leaves the loopback. `base` is what all links do from the
-    beginning: its rate in both directions, the rest once between any two peers.
+    beginning: its rate in both directions, the rest once between any two peers. With `homes`, all
+    but peer 0 are behind routers of their own.
     """
     if reason is not None:
         yield Loopback(reason)
         return
     _sweep()
-    with contextlib.closing(Links(os.getpid(), base)) as links:
+    with contextlib.closing(Links(os.getpid(), base, homes)) as links:
         yield links
 
 
@@ -76,8 +80,13 @@ class Loopback:
     def add(self, peer: int) -> None:
         """A place for a peer, connected with all."""
 
-    def address(self, peer: int) -> str:
-        return "127.0.0.1"
+    def listen(self, peer: int) -> str:
+        """The address on which a peer listens."""
+        return "/ip4/127.0.0.1/tcp/0"
+
+    def is_home(self, peer: int) -> bool:
+        """Whether nobody can call the peer, as it is behind a router."""
+        return False
 
     def command(self, peer: int) -> list[str]:
         """What a peer's command begins with, to run in its place."""
@@ -91,6 +100,9 @@ class Loopback:
 
     def fast(self, peer: int) -> None:
         """The peer's link is as at first."""
+
+    def move(self, peer: int) -> None:
+        """The router of the peer gets another public address."""
 
     def counts(self) -> object:
         """Packets that the emulator lost, dropped, passed, and its processor time; else None."""
@@ -106,9 +118,10 @@ class Links(Loopback):
 
     where = "network namespaces"
 
-    def __init__(self, number: int, base: Shape) -> None:
+    def __init__(self, number: int, base: Shape, homes: bool = False) -> None:
         self.unshaped = ""
-        self._number, self._base = number, base
+        self._number, self._base, self._homes = number, base, homes
+        self._moved: set[int] = set()
         self._peers: list[int] = []
         self._troubles: dict[int, Shape] = {}
         self._process = subprocess.Popen(
@@ -129,14 +142,19 @@ class Links(Loopback):
         space, port = self._space(peer), f"{PREFIX}{self._number}v{peer}"
         _run(*f"ip netns add {space}".split())
         _run(*f"ip -n {space} link set lo up".split())
-        self._ask(add=peer, device=port)
+        home, address = self.is_home(peer), self._address(peer)
+        self._ask(add=peer, device=port, address=address, home=home)
         _run(*f"ip link set {port} netns {space} name eth0".split())
         _run(*f"ip -n {space} link set eth0 mtu {MTU} up".split())
-        _run(*f"ip -n {space} addr add {self.address(peer)}/24 dev eth0".split())
+        _run(*f"ip -n {space} addr add {INSIDE if home else address}/24 dev eth0".split())
+        _run(*f"ip -n {space} route add default dev eth0".split())
         self._shape(peer)
 
-    def address(self, peer: int) -> str:
-        return f"10.77.0.{peer + 1}"
+    def listen(self, peer: int) -> str:
+        return f"/ip4/0.0.0.0/tcp/{PORT}"
+
+    def is_home(self, peer: int) -> bool:
+        return self._homes and peer > 0
 
     def command(self, peer: int) -> list[str]:
         return ["nsenter", f"--net=/run/netns/{self._space(peer)}"]
@@ -153,6 +171,12 @@ class Links(Loopback):
         self._troubles.pop(peer, None)
         self._shape(peer)
 
+    def move(self, peer: int) -> None:
+        if not self.is_home(peer):
+            raise OSError(f"p{peer} is not behind a router")
+        self._moved ^= {peer}
+        self._ask(move=peer, address=self._address(peer))
+
     def counts(self) -> object:
         return self._ask(count=1)
 
@@ -164,6 +188,9 @@ class Links(Loopback):
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+    def _address(self, peer: int) -> str:
+        return f"{NETWORK}.{peer + 1 + MOST * (peer in self._moved)}"
 
     def _shape(self, peer: int) -> None:
         """Tell what a peer's link does to what it sends, and to what it receives."""

@@ -220,6 +220,36 @@ def test_broken_link(index: int) -> None:
     assert sum(other in peers for peers in versions) > len(versions) / 2
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_author_that_half_of_the_others_cannot_reach_hands_over(closed: bool) -> None:
+    """As two machines of one home, of which one can be called, and a friend elsewhere."""
+    swarm = Swarm(BARRIER)
+    home, server = swarm.add("b"), swarm.add("a")
+    swarm.block([frozenset("bf")], FOR_GOOD)
+    friend = swarm.add("f", authors=not closed)
+    swarm.until(400.0)
+    versions = [head for at, head in swarm.made if at > 200.0]
+    assert {head.author for head in versions} == {"a"}
+    assert all(len(head.lines) == 3 for head in versions)
+    assert [kind for _, kind, _ in home.notes].count("stands_back") == 1
+    indirect = [said for _, kind, said in friend.notes if kind == "indirect"]
+    assert indirect == [{"author": "b", "via": "a"}]
+    assert not home.facts.is_author() and not server.facts.members.authors() & {"b"}
+    swarm.die(server)
+    swarm.until(410.0)
+    assert home.facts.is_author(), "nobody is left to whom it could leave versions"
+
+
+def test_two_who_never_meet_begin_with_the_third_that_both_meet() -> None:
+    swarm = Swarm(replace(BARRIER, min_peers=3))
+    swarm.block([frozenset("bc")], FOR_GOOD)
+    swarm.add("a")
+    for name in "bc":
+        swarm.add(name, authors=False)
+    swarm.until(60.0)
+    assert [line.peer for line, _ in swarm.made[0][1].lines] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(("after", "bulk_s"), [(1.0, 0.5), (5.0, 0.5), (9.0, 0.5), (5.0, 4.0)])
 def test_joiner(after: float, bulk_s: float) -> None:
     """It begins with what the others have, in step with them, and loses no token."""

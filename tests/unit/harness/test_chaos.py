@@ -1,6 +1,7 @@
-"""Schedules of faults, figures from logs written by hand, links in virtual time; and one real pair
-of namespaces."""
+"""Schedules of faults, figures from logs written by hand, links in virtual time, and a router."""
 
+import socket
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.harness.chaos.peers import Happened
 from tests.harness.chaos.report import Account, Log, Stay, judge, lines_of, report
 from tests.harness.chaos.schedule import ScheduledFault, ScheduleError, parse
 from tests.harness.links.pipe import Pipe, Shape, rate_bytes
+from tests.harness.links.router import Router
 
 PLAN = (
     "30:kill 2, 35:join, 60:stop 1, 65:cont 1, 80:partition 0,1|3,4, 90:heal, 100:slow 1"
@@ -91,3 +93,40 @@ def test_a_rate_sends_packets_in_turn_and_drops_what_is_too_late() -> None:
     for _ in range(8):
         slow.push(0.0, bytes(65000))
     assert (len(slow.pull(10.0)), slow.dropped) == (5, 3), "it still carries large packets"
+
+
+# -- a router --------------------------------------------------------------------------------------
+
+HOME, PUBLIC, MOVED, HOST = "192.168.1.2", "203.0.113.20", "203.0.113.30", "203.0.113.7"
+
+
+def checksum(data: bytes) -> int:
+    """The internet checksum of an even number of bytes; 0 over what contains a right one."""
+    total = sum(struct.unpack(f">{len(data) // 2}H", data))
+    while total > 0xFFFF:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def tcp(source: str, target: str, ports: tuple[int, int]) -> bytes:
+    """A TCP packet with 16 bytes of data."""
+    ends = socket.inet_aton(source) + socket.inet_aton(target)
+    body = struct.pack(">HHIIBBHHH", *ports, 7, 9, 0x50, 0x18, 500, 0, 0) + bytes(range(240, 256))
+    total = checksum(ends + struct.pack(">HH", 6, len(body)) + body)
+    body = body[:16] + total.to_bytes(2) + body[18:]
+    head = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(body), 3, 0, 64, 6, 0) + ends
+    return head[:10] + checksum(head).to_bytes(2) + head[12:] + body
+
+
+def test_a_router_lets_in_answers_only() -> None:
+    router = Router(socket.inet_aton(PUBLIC))
+    answer = tcp(HOST, PUBLIC, (4100, 5000))
+    assert router.come(answer) is None, "nobody has asked"
+    assert router.leave(tcp(HOME, HOST, (5000, 4100))) == tcp(PUBLIC, HOST, (5000, 4100))
+    assert router.come(answer) == tcp(HOST, HOME, (4100, 5000))
+    for other in (tcp(HOST, PUBLIC, (4101, 5000)), tcp(MOVED, PUBLIC, (4100, 5000))):
+        assert router.come(other) is None
+    router.move(socket.inet_aton(MOVED))
+    assert router.come(answer) is None
+    assert router.leave(tcp(HOME, HOST, (5000, 4100))) == tcp(MOVED, HOST, (5000, 4100))
+    assert router.leave(tcp(HOST, HOME, (5000, 4100))) is None, "it is not from here"

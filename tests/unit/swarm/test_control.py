@@ -194,7 +194,8 @@ FIRST = [("speaks", 1, 1), ("ends", 0, 1), ("is silent", 0, ALIVE_S), ("calls ag
 async def test_of_two_processes_with_one_identity_the_first_goes_on(
     first: str, refused: bool, waited_s: float, loop: VirtualLoop
 ) -> None:
-    """One that was killed has no stream any more, or says nothing on it."""
+    """One that was killed has no stream any more, or says nothing on it. A connection that a new
+    one replaces is ended, or libp2p would go on writing to it."""
     listener, older = Listener(), Pipe(b"")
     older.reader = asyncio.StreamReader()
     older.reader.feed_data(framed(hello(instance="1" * 16)))
@@ -208,8 +209,14 @@ async def test_of_two_processes_with_one_identity_the_first_goes_on(
     elif first == "ends":
         asyncio.get_running_loop().call_later(0.9, older.reader.feed_eof)
     begun_at, instance = loop.seconds, ("1" if first == "calls again" else "2") * 16
-    [answer] = await listener.hear(framed(hello(instance=instance)))
+    said = await listener.hear(framed(hello(instance=instance)))
     assert loop.seconds - begun_at == pytest.approx(waited_s, abs=0.2)
+    replaced = first in ("is silent", "calls again")
+    assert listener.transport.hung_up == [OTHER] * replaced and older.closed == (not refused)
+    if replaced:
+        assert said == [] and listener.said("lost") == []
+        said = await listener.hear(framed(hello(instance=instance)))
+    [answer] = said
     assert isinstance(answer, Refusal if refused else Welcome)
     if isinstance(answer, Refusal):
         assert answer.reason.startswith("its identity is in use by a running peer; ")

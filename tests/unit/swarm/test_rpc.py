@@ -153,6 +153,9 @@ async def test_only_the_address_that_an_asker_comes_from_is_called() -> None:
     network = Network(other)
     reachable, advice = await ask_to_be_called(network)
     assert not reachable and advice.endswith(f"; add 'swarm.announce=[{other[:-1]}22]'")
+    lan = [f"/ip4/10.0.0.{number}/tcp/22/p2p/asker" for number in range(5)]
+    network.addresses = (*lan, "/ip4/198.51.100.9/tcp/22/p2p/asker")
+    assert await ask_to_be_called(network) == (True, ""), "four are named, and it is the sixth"
     network.addresses = ("/ip4/10.0.0.9/tcp/80/p2p/asker",)
     reachable, advice = await ask_to_be_called(network)
     assert not reachable and "/ip4/198.51.100.9/tcp/80]" in advice

@@ -179,12 +179,12 @@ class ControlMesh:
             self._dial_due()
 
     def _dial_lost(self) -> None:
-        """Redial vanished members, with growing pauses: a network may have failed for a while."""
+        """Redial vanished members: with growing pauses, unless no other member is here."""
         now = self._context.now()
         for peer, (lost_at, called_at) in list(self._lost.items()):
             if now - lost_at > FORGET_LOST_S:
                 del self._lost[peer]
-            elif now - called_at >= (called_at - lost_at) / 2:
+            elif not len(self._members) or now - called_at >= (called_at - lost_at) / 2:
                 self._lost[peer] = (lost_at, now)
                 self._dials.hear([peer])
         self._dial_due()

@@ -218,7 +218,8 @@ class RealSwarm:
             return f"p{peer} still runs"
         if not addresses and not (others and before):
             return "nobody is there to join"
-        self._start(peer, [f"swarm.initial_peers={addresses[:3]}"])  # with none, they call
+        joins = [f"swarm.initial_peers={addresses[:3]}"]
+        self._start(peer, joins if addresses else [f"swarm.min_peers={self._peers}"])
         return None
 
     def _start(self, peer: int, overrides: Sequence[str]) -> PeerProcess:

@@ -82,6 +82,10 @@ def test_a_fragment_says_who_is_author_and_what_this_peer_does() -> None:
     peer.receive(Lost(OTHER), 2.0)
     facts.shunned[ME] = 99.0
     assert {(row.author, row.state) for row in seen(recorder, 3.0).fragments} == {(None, "alone")}
+    join(peer, "third", authors=False, hears=[OTHER])
+    assert {(row.author, row.state) for row in seen(recorder, 4.0).fragments} == {
+        (OTHER, "indirect")
+    }
 
 
 def test_a_peer_is_behind_by_so_many_versions() -> None:

@@ -181,8 +181,7 @@ class Facts:
         return self.loop.steps > 0 or any(status.steps for status in stay)
 
     def lacks_peers(self) -> bool:
-        """Return True if fewer are here than this peer is to begin with, and none of them trains.
-        (Two behind routers never meet; both meet one that is about to train.)"""
+        """Return True if fewer are here than this peer is to begin with, and no member trains."""
         if len(self.members) + 1 >= self.life.min_peers or self.began():
             return False
         return not any(m.status.trains and not m.status.leaves for m in self.members.all())

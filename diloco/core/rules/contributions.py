@@ -70,8 +70,7 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
             item.sent_to = via
             _send(core, f, item, 0)
         elif via and (item.sent_to != via or now >= item.offer_at):
-            if mine:
-                core.note_way(author, via)
+            core.note_way(author, via)
             item.sent_to = via
             item.offer_at = now + core.settings.refresh_s
             item.held_since = known

@@ -77,8 +77,7 @@ async def read_addresses(entries: Sequence[str], timeout_s: float) -> list[str]:
 
 
 def in_vpn(announce: Sequence[str]) -> bool:
-    """Return True for an address of a VPN or LAN. It is believed, as no seed elsewhere can test it;
-    an author that others do not reach there hands over (`Facts.hands_over`)."""
+    """Return True for an address of a VPN or LAN: believed, as no seed elsewhere can test it."""
     return any(reachability(address) == "LAN" for address in announce)
 
 

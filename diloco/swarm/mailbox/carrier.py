@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 # A look asks for a list, and each box that changed: with these, 8 peers make some 40 requests a
 # minute each, beside payloads.
 PERIODS, PERIODS_EACH = 5.0, 2.0  # heartbeats between two looks: at least, and for each peer
+BOXES = 2.25  # in a period, at most: with more, eight peers would make over 60 requests a minute
 OLD_BOX_PERIODS = 240.0  # without a change, after which anybody deletes a box
 LISTEN_PERIODS = 2.2  # in which everybody who lives writes its box
 SILENT_PERIODS, LONGEST_PERIODS = 3.0, 4.0
@@ -132,7 +133,7 @@ class Mailbox:
         if not isinstance(message, Status):
             self._write_letter("", message)
         elif message.tips or message.leaves or message.figures is None:
-            self._contents.gather_records()
+            self._context.tasks.spawn(self._contents.store_records())  # the box has its time
             self._urgent.set()
 
     def tell(self, peer: str, message: Message) -> None:
@@ -178,13 +179,13 @@ class Mailbox:
                 look_at = now + self.period_s
                 await self._look()
             beat_at = self._written_at + self.period_s
-            if self._urgent.is_set() and now >= self._written_at + self.period_s / 2:
+            if self._urgent.is_set() and now >= self._written_at + self.period_s / BOXES:
                 beat_at = now
             if now >= beat_at:
                 await self._write_box()
             if now >= self._listened_at:  # else several peers would write the first anchor
                 self._contents.keep_bases()
-            rest_s = self.period_s / (2 if self._urgent.is_set() else 1)
+            rest_s = self.period_s / (BOXES if self._urgent.is_set() else 1)
             wait_s = min(look_at, self._written_at + rest_s) - self._context.now()
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(LEAST_WAIT_S, wait_s)):

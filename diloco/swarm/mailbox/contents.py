@@ -77,6 +77,7 @@ class Contents:
         self._facts, self._changed = context.core.facts, changed
         self.chains = [Chain() for _ in self._facts.fragments]
         self._taking: set[tuple[int, str, int]] = set()
+        self._writes_records = asyncio.Lock()
         self._payloads: dict[tuple[int, str], list[str]] = {}  # own objects, to be deleted
 
     # -- contributions -----------------------------------------------------------------------------
@@ -161,10 +162,11 @@ class Contents:
     async def store_records(self) -> None:
         """Write the records that the store lacks: of this peer's versions, or from elsewhere."""
         self.gather_records()
-        for chain in self.chains:
-            for head_id in list(chain.pending):
-                if record := chain.pending.pop(head_id, None):
-                    await self._store_record(record)
+        async with self._writes_records:
+            for chain in self.chains:
+                for head_id in list(chain.pending):
+                    if record := chain.pending.pop(head_id, None):
+                        await self._store_record(record)
 
     async def _store_record(self, record: Record) -> None:
         head, update = record

@@ -110,6 +110,9 @@ class PeerRow(PeerFigures, _Row, frozen=True, kw_only=True):
     bulk: fields.Name = ""  # how payload goes there from who answers: "direct", by the "daemon"
 
 
+FragmentPhase = Literal["following", "indirect", "collecting", "fetching", "settling", "alone"]
+
+
 class FragmentRow(_Row, frozen=True):
     """The tip that this peer has. following: `author` is another peer; indirect: reached by
     way of others; collecting: this one; alone: none. fetching: others have more. settling: this
@@ -122,10 +125,7 @@ class FragmentRow(_Row, frozen=True):
     next: fields.Name  # the author that it names
     author: Annotated[fields.Name | None, Shown("author", "peer")]  # the present author
     here: Annotated[fields.Count, Shown("here", rank=1)]  # contributions
-    state: Annotated[
-        Literal["following", "indirect", "collecting", "fetching", "settling", "alone"],
-        Shown("state", "state"),
-    ]
+    state: Annotated[FragmentPhase, Shown("state", "state")]
 
 
 class Round(_Row, frozen=True):

@@ -247,7 +247,7 @@ def _state(member: Member) -> State:
 def fragment_row(facts: Facts, f: FragmentState) -> schema.FragmentRow:
     """Describe a fragment's tip here, and the work of this peer on it."""
     head, author = f.tip.head, facts.author_of(f)
-    state: Literal["following", "indirect", "collecting", "fetching", "settling", "alone"]
+    state: schema.FragmentPhase
     state = "following" if author in facts.members else "indirect" if author else "alone"
     state = "collecting" if author == facts.me else state
     state = "fetching" if f.inbox.behind() else state if facts.life.ready else "settling"

@@ -228,7 +228,7 @@ class Learned:
     """The progress of training here since its base (`learning`). It is lost when the base is too
     old for the tip, or another history took the data."""
 
-    base: str  # id of the head from which training here started
+    base: str  # id of the head from which training here started, or whose successor it waits for
     tokens: int = 0
     steps: int = 0
     units: Units = NONE

@@ -193,7 +193,7 @@ def contribute(core: Facts, f: FragmentState) -> None:
     newer = learned.base != f.tip.head.id  # a head that training can go on from at once
     learned.steps_left = 0 if newer else core.settings.overlap
     if core.settings.lockstep and learned.base in f.tip.book.recent[-1:]:
-        learned.base = f.tip.head.id  # no: with the next one this peer is in step again
+        learned.base = f.tip.head.id  # a version late: in step again, if it waits for the next
     forget(f)
     loop.next_turn = f.index + 1
     core.act(Capture(learned.draft))

@@ -164,9 +164,9 @@ class Contents:
         self.gather_records()
         async with self._writes_records:
             for chain in self.chains:
-                for head_id in list(chain.pending):
-                    if record := chain.pending.pop(head_id, None):
-                        await self._store_record(record)
+                for head_id, record in list(chain.pending.items()):
+                    await self._store_record(record)
+                    chain.pending.pop(head_id, None)
 
     async def _store_record(self, record: Record) -> None:
         head, update = record
@@ -240,17 +240,15 @@ class Contents:
 
         Of the peers that have a tip, one writes its anchor; should two, they write the same bytes.
         """
+        self.gather_records()
         for f in self._facts.fragments:
             chain, tip, tips = self.chains[f.index], f.tip, dict[str, Key]()
             for member in self._facts.members.all():
                 tips[member.peer] = member.tips.get(f.index, (0, ""))
             same = [self._facts.me, *(peer for peer, key in tips.items() if key == tip.key)]
             first = min(same, key=lambda peer: score(f.index, peer))
-            # until the store has its record, nobody knows what the tip follows
-            unknown = tip.head.id not in chain.after
-            comes = any(record.head.id == tip.head.id for record in f.outbox.records.values())
-            if first != self._facts.me or (unknown and comes):
-                continue
+            if first != self._facts.me or tip.head.id in chain.pending:
+                continue  # until the store has its record, nobody knows what the tip follows
             ids = {link[1] for link in chain.to(link_of(tip.head))}
             base = chain.base
             if base is None or base[1] not in ids or base[0] + BASE_EVERY <= tip.head.number:

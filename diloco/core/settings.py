@@ -24,6 +24,7 @@ class ProtocolSettings(Schedule):
     late: int = 8  # versions that a contribution's base may be behind
     staleness_exponent: float = 0.5  # one that is s versions late weighs (1 + s) ** -that
     weights: str = "tokens"  # what a contribution weighs (`author.weights`)
+    probation: int = 0  # contributions for which a newcomer weighs a quarter
     delay: int | None = 1  # contributions to a momentum step; None: as many as peers train
     windowed: bool = False  # there are such windows (Delayed Nesterov)
     leased: bool = True  # training takes sequences of the run's list only, and waits for them

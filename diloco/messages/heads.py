@@ -146,6 +146,11 @@ class Book(Struct, frozen=True, dict=True, array_like=True, forbid_unknown_field
         known = self.ledger.get(peer)
         return (known.stamp, known.tokens) if known else (self.ledger[""].stamp, 0)
 
+    def contributions(self, peer: str) -> int:
+        """Return how many contributions of a peer are in the anchor."""
+        known = self.ledger.get(peer)
+        return known.contributions if known else 0
+
     @cached_property
     def tokens(self) -> int:
         """The tokens in the anchor."""

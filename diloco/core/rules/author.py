@@ -18,6 +18,7 @@ from diloco.messages.heads import Head, Line
 from diloco.ranges import NONE, count, overlaps, union
 
 HEAVIEST = 2.0  # times the median weight
+ON_PROBATION = 0.25  # times the weight; a power of two, so sums of payloads stay exact
 LOOKS = 100  # in a round, whether a wait has ended of which nobody says so
 WAITING_S = 5.0  # with a quorum: who waits longer, and a quarter of a round, may wait for ever
 
@@ -151,7 +152,8 @@ def _grace_until(core: Facts, quorum_at: float, chosen: Mapping[str, Contributio
 def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None:
     settings, head, book = core.settings, f.tip.head, f.tip.book
     recent, shares = (*book.recent, head.id), list[Share]()
-    by_line = weights(settings.weights, [item.line for item in items])
+    new = [book.contributions(item.line.peer) < settings.probation for item in items]
+    by_line = weights(settings.weights, [item.line for item in items], new)
     for item, weight in zip(items, by_line, strict=True):
         late = len(recent) - 1 - recent.index(item.line.base)
         discount = (1.0 + late) ** -settings.staleness_exponent
@@ -200,9 +202,13 @@ def merged(core: Facts, event: Merged) -> None:
     tips.move_own(core, f, head, book, event.update)
 
 
-def weights(kind: str, lines: Sequence[Line]) -> list[float]:
+def weights(kind: str, lines: Sequence[Line], on_probation: Sequence[bool]) -> list[float]:
     """Weights of contributions (`outer.weights`), at most twice their median, over the weight of
-    the first: equal ones weigh 1, so that sums of 4- and 8-bit payloads are exact in fp32."""
+    the first: equal ones weigh 1, so that sums of 4- and 8-bit payloads are exact in fp32.
+
+    One `on_probation` weighs a quarter. All of a swarm that begins are; they weigh as much as each
+    other. A liar within norm and angle costs as much as its weight (`scripts/LOG.md`, liars).
+    """
     match kind:
         case "tokens":
             raw = [float(line.tokens) for line in lines]
@@ -211,5 +217,8 @@ def weights(kind: str, lines: Sequence[Line]) -> list[float]:
         case _:
             raw = [1.0 for _ in lines]
     most = HEAVIEST * statistics.median(raw)
-    capped = [min(weight, most) for weight in raw]
+    capped = [
+        min(weight, most) * (ON_PROBATION if new else 1.0)
+        for weight, new in zip(raw, on_probation, strict=True)
+    ]
     return [weight / capped[0] for weight in capped]

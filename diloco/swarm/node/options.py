@@ -34,6 +34,7 @@ VALUE_CHARS = 40  # most characters of a manifest's value in an error
 MODEL_KEYS = ("model.name", "frozen_parameters")
 # versions that a base may be behind; `LATE_AT_ONCE` if each contribution makes a version
 LATE, LATE_AT_ONCE = 8, 64
+PROBATION = 8  # contributions for which a peer of a public run weighs a quarter
 SHORT_NAME = 24
 
 
@@ -105,6 +106,7 @@ def core_settings(outer: OuterConfig, network: SwarmConfig) -> ProtocolSettings:
         grace_s=outer.grace_s,
         grace_slack=outer.grace_slack,
         weights=outer.weights,
+        probation=PROBATION if network.admit == "anyone" else 0,
         delay=outer.delay,
         windowed=outer.windowed,
         late=LATE_AT_ONCE if at_once else LATE,

@@ -60,7 +60,7 @@ def _readdressed(packet: bytes, which: slice, address: bytes) -> bytes:
     return bytes(changed)
 
 
-def _words(two: bytes) -> int:
+def _words(two: bytes | bytearray) -> int:
     return int.from_bytes(two)
 
 

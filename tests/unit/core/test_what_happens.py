@@ -511,3 +511,18 @@ def test_peers_of_one_speed_send_after_a_whole_cycle() -> None:
         swarm.add(name)
     swarm.until(200.0)
     assert {line.tokens for _, head in swarm.made for line, _ in head.lines} == {10}
+
+
+def test_a_newcomer_of_a_public_run_weighs_a_quarter() -> None:
+    swarm = Swarm(ProtocolSettings(sync_every=10, probation=3, staleness_exponent=0.0))
+    for name in "abc":
+        swarm.add(name)
+    swarm.until(60.0)
+    swarm.add("d")
+    swarm.until(200.0)
+    weights: dict[str, list[float]] = {name: [] for name in "abcd"}
+    for _, head in swarm.made:
+        for line, weight in head.lines:  # its first one is of a part of a round
+            weights[line.peer].append(weight if line.tokens == 10 else 0.25)
+    assert {weight for name in "abc" for weight in weights[name]} == {1.0}
+    assert weights["d"][:3] == [0.25] * 3 and {*weights["d"][3:]} == {1.0}

@@ -107,11 +107,18 @@ def test_nesterov_by_rates(rates: Callable[[int], Any], golden: list[float]) -> 
 def test_nesterov_by_weights(kind: str, golden: list[float]) -> None:
     steps = {"a": 2, "b": 2, "c": 1, "d": 1}
     lines = [Line(0, peer, 1, "", taken, 1000, (), 1.0, "") for peer, taken in steps.items()]
-    counted = weights(kind, lines)
+    counted = weights(kind, lines, [False] * 4)
     master, momentum = full(10.0), full(0.0)
     for expected in golden:
         nesterov_(master, momentum, merged(DELTAS, counted), 0.5, 0.5)
         assert_all(master, expected)
+
+
+def test_newcomers_weigh_a_quarter() -> None:
+    lines = [Line(0, peer, 1, "", 10, 1000, (), 1.0, "") for peer in "abc"]
+    assert weights("tokens", lines, [False, True, False]) == [1.0, 0.25, 1.0]
+    assert weights("tokens", lines, [True, False, True]) == [1.0, 4.0, 1.0]
+    assert weights("tokens", lines, [True, True, True]) == [1.0, 1.0, 1.0]
 
 
 # SparseLoCo: one of three elements a round (ceil(3 / 64)), residual times 0.5, SGD with lr 1,

@@ -38,7 +38,7 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
     Peers, fragments and their authors, rounds, tokens, loss and events, as the peer at ADDRESS
     knows them. Without ADDRESS the one run is meant, in ./runs or joined, of which a peer runs on
-    this machine.
+    this machine, or whose worker waits to.
     """
     import asyncio
 
@@ -54,11 +54,13 @@ def status(address: str | None, watch: bool, as_json: bool, table: Path | None) 
 
 
 def _place(address: str | None) -> Address:
-    """Parse the address, or take that of the only run of which a peer runs here; `ConfigError`."""
+    """Parse the address, or take that of the only run of which a peer runs here, or is about to;
+    `ConfigError`."""
     from dataclasses import replace
 
     from diloco.config.address import Address
     from diloco.rundir.files import data_home, in_use
+    from diloco.volunteer.worker import Worker
 
     if address is not None:
         return Address.read(address)
@@ -73,6 +75,10 @@ def _place(address: str | None) -> Address:
         # the machine's own address may have changed, and its peer still listens on all
         here = (_on_loopback(peer) for peer in swarm.resolved().peers)
         return replace(swarm, peers=(*swarm.peers, *dict.fromkeys(filter(None, here))))
+    with suppress(ConfigError):  # there is no worker
+        if not living and not (worker := Worker.read()).is_stopped:
+            click.echo(str(worker), err=True)  # why its peer does not run
+            return Address.read(worker.address)
     runs = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
     raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {runs}")
 

@@ -98,6 +98,11 @@ class Worker:
         replace_file(self.directory / "worker.json", json.dumps(saved, indent=2).encode(), 0o600)
 
     @property
+    def address(self) -> str:
+        """Whom its peer joins, as `join` takes it."""
+        return self.command[3]
+
+    @property
     def log(self) -> Path:
         return self.directory / "log"
 

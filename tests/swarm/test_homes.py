@@ -40,8 +40,8 @@ class Machines:
 
     def type(self, machine: int, line: str, **words: str) -> AbstractContextManager[Command]:
         """Run a command on a machine, with `words` in place of those of the page."""
-        for name, value in {"ADDRESS": "", "203.0.113.7": f"{NETWORK}.1", **words}.items():
-            line = line.replace(name, value or name)
+        for name, value in {**words, "203.0.113.7": f"{NETWORK}.1"}.items():
+            line = line.replace(name, value)
         inside = [*self.links.command(machine), sys.executable, "-m", *shlex.split(line)]
         home = self.place / str(machine)
         for name in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):

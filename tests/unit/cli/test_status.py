@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from dataclasses import replace as with_state
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from rich.console import Console
 
 from diloco.cli import status as command
 from diloco.dashboard.tables import render
-from diloco.errors import SwarmError
+from diloco.errors import ConfigError, SwarmError
 from diloco.messages.codec import Message, Refusal, encode
 from diloco.messages.snapshot import LoggedEvent, Snapshot, pack_snapshot
 from diloco.protocol import WIRE_VERSION
 from diloco.rundir.files import exclusive
 from diloco.swarm.client.watch import SwarmWatcher
 from diloco.swarm.rpc.watch import Piece
+from diloco.volunteer.rules import State
+from diloco.volunteer.worker import Worker
 from tests.support.command_line import Typed
 from tests.support.fake_swarm import peer_id, snapshot
 
@@ -124,6 +127,22 @@ def test_without_an_address_the_one_living_run_is_meant(
             said = typed.refused("status")
     for part in ("give the ADDRESS of a peer", "@runs/old/address", "@runs/mine/address"):
         assert part in said
+
+
+def test_without_an_address_the_swarm_of_a_worker_that_waits_is_meant(
+    own_home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (source := tmp_path / "address").write_text(ADDRESS)
+    worker = Worker(own_home / "worker", ("-m", "diloco", "join", f"@{source}"))
+    worker.directory.mkdir(parents=True)
+    waits = State("waiting", "--when=idle: others use this machine")
+    with exclusive(worker.directory / "lock"):
+        with_state(worker, state=waits).write()
+        assert command._place(None).resolved().peers == (ADDRESS,)
+    assert "--when=idle" in capfd.readouterr().err
+    with_state(worker, state=State("ended")).write()
+    with pytest.raises(ConfigError, match="a peer runs here"):
+        command._place(None)
 
 
 def shown(seen: Snapshot, width: int = 80, rows: int = 1000, lost: str | None = None) -> list[str]:

@@ -135,6 +135,7 @@ class Members:
         self._order: list[Member] | None = None
         self._authors: frozenset[str] | None = None
         self._able: tuple[bool, frozenset[str]] | None = None
+        self._lost_at: dict[str, float] = {}
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._members
@@ -171,10 +172,16 @@ class Members:
             self._able = self._authors = None
         return (status.authors, status.trains) != (before.authors, before.trains)
 
-    def remove(self, peer: str) -> Member | None:
+    def remove(self, peer: str, now: float) -> Member | None:
         """Forget a member."""
         self._order = self._able = self._authors = None
+        self._lost_at[peer] = now
+        forget_oldest(self._lost_at, MAX_PEERS)
         return self._members.pop(peer, None)
+
+    def was_here(self, peer: str, since: float) -> bool:
+        """Return True if a peer is a member, or was one at some time since then."""
+        return peer in self._members or self._lost_at.get(peer, -math.inf) >= since
 
     def silent(self, now: float, floor_s: float, beats: float) -> list[str]:
         """Members that have said nothing for longer than their own heartbeat allows."""

@@ -162,9 +162,11 @@ def _merge(core: Facts, f: FragmentState, items: Sequence[Contribution]) -> None
     window = book.pushes, book.delay if book.pushes else delay
     f.round.merge = Merge(f.index, head.id, head.number + 1, tuple(shares), *window)
     core.act(f.round.merge)
-    # What others carry arrives late, so rounds are long for all.
+    # What others carry arrives late, so rounds are long for all. Of a peer that has left since its
+    # base they carry the last.
     carried = [item for item in items if item.carrier not in ("", item.line.peer)]
-    far = [item.line.peer for item in carried if item.line.peer not in core.members]
+    began = {item.line.peer: f.adopted_at.get(item.line.base, core.now) for item in carried}
+    far = [peer for peer, at in began.items() if not core.members.was_here(peer, at)]
     if 2 * len(far) >= sum(item.line.peer != core.me for item in items) > 0:
         core.stand_back(far, SHUNNED * pace.patience_s(core, f))
 

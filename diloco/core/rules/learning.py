@@ -122,9 +122,12 @@ def _is_ahead(core: Facts, f: FragmentState) -> bool:
     the others wait for fragment 1, which it sends in the same round as fragment 0. 3. From then on
     its round of each would begin when the others have half of theirs behind them, for ever: they
     wait for its fragment 1, and it waits for their fragment 0.
+
+    What was learned from an older head is in step with the other fragments.
     """
-    numbers = [fragment.tip.head.number for fragment in core.fragments]
-    return core.settings.barrier and f.tip.head.number > min(numbers)
+    if not core.settings.barrier or f.learned.base != f.tip.head.id:
+        return False
+    return f.tip.head.number > min(fragment.tip.head.number for fragment in core.fragments)
 
 
 def load(core: Facts, f: FragmentState) -> None:

@@ -31,7 +31,7 @@ def drop_the_silent(core: Facts) -> None:
 def lost(core: Facts, event: events.Lost) -> None:
     """A member is gone: nothing more is expected from it."""
     peer = event.peer
-    member = core.members.remove(peer)
+    member = core.members.remove(peer, core.now)
     if member is None:
         return
     data.lost(core, peer)

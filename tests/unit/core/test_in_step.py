@@ -7,7 +7,9 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from diloco.core import events
+from diloco.core.rules import learning
 from diloco.core.settings import ProtocolSettings, Sizes
+from diloco.ranges import NONE
 from tests.support.fake_tensors import PARTS
 from tests.support.linked_swarm import Link, LinkedPeer, LinkedSwarm
 from tests.unit.core.test_thin_links import of_kind
@@ -70,6 +72,20 @@ def out_of_step(seed: int) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_peers_are_in_step_again_after_some_freeze_and_others_come(seed: int) -> None:
     assert not out_of_step(seed)
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_what_was_learned_from_a_head_that_others_lack_is_sent_later(newest: bool) -> None:
+    swarm = Scene(ProtocolSettings(fragments=2, sync_every=EVERY))
+    swarm.until(20.0, lambda: False)
+    facts = swarm.peers["a"].facts
+    ahead, other = facts.fragments
+    base = ahead.tip.head.id
+    ahead.tip = replace(ahead.tip, head=with_fields(ahead.tip.head, number=99))
+    ahead.learned.base = ahead.tip.head.id if newest else base
+    facts.loop.due, facts.loop.position = [], facts.loop.cycle - 1
+    learning.stepped(facts, events.Stepped(1, NONE, 1.0))
+    assert facts.loop.due == ([other] if newest else [ahead, other])
 
 
 @pytest.mark.parametrize("trains", [True, False])

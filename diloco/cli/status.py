@@ -118,15 +118,17 @@ async def _watch(watcher: SwarmWatcher, snapshot: Snapshot) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    from diloco.dashboard.live import is_screen
     from diloco.dashboard.tables import render
 
     console, task = Console(), asyncio.current_task()
     lost, seen_at = None, time.monotonic()
     live = Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop")
-    with live if console.is_terminal else nullcontext():
+    screen = is_screen(console)
+    with live if screen else nullcontext():
         # Ctrl+C cancels this task, and a wait_for of Python 3.11 may swallow that
         while task is not None and not task.cancelling():
-            if console.is_terminal:
+            if screen:
                 rows = max(3, (console.height - OTHER_LINES) // 3)
                 live.update(render(snapshot, console, rows, lost), refresh=True)
             else:

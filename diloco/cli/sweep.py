@@ -337,6 +337,8 @@ def _show(result: RunComparison, reached: float | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from diloco.dashboard.live import is_screen
+
     console, table = Console(), Table(box=None, padding=(0, 1), pad_edge=False)
     rows = [_cells(arm, reached) for arm in result.arms]
     if all(len(arm.runs) == 1 for arm in result.arms):
@@ -347,7 +349,7 @@ def _show(result: RunComparison, reached: float | None) -> None:
         table.add_column(name, justify=justify, no_wrap=name != "run")
     for row in rows:
         table.add_row(*map(Text, row.values()))
-    if not console.is_terminal:
+    if not is_screen(console):
         wide = console.options.update(width=10_000)
         console = Console(file=console.file, width=Measurement.get(console, wide, table).maximum)
     console.print(table)

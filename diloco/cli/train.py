@@ -126,7 +126,7 @@ def simulate(options: Options) -> int:
 
     from rich.console import Console
 
-    from diloco.dashboard.live import LiveView, print_warnings
+    from diloco.dashboard.live import LiveView, is_screen, print_warnings
     from diloco.rundir.reporting import Report
     from diloco.sim.run import simulate
 
@@ -141,7 +141,7 @@ def simulate(options: Options) -> int:
         view.update(message)
 
     # Lines are a record and carry virtual time; a progress bar tells when the command ends.
-    clock = time.monotonic if console.is_terminal else lambda: at_s
+    clock = time.monotonic if is_screen(console) else lambda: at_s
     with LiveView(console, names, steps, title, clock) as view:
         outcome = simulate(config, listen)
     summary = outcome.summary

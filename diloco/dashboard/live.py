@@ -23,6 +23,14 @@ from diloco.rundir.reporting import Lines, PeerStatus, Ready, Report, merged_of,
 from diloco.text import counted, human_seconds, plain
 
 
+def is_screen(console: Console) -> bool:
+    """Return True if what was written can be drawn over.
+
+    FORCE_COLOR, which notebooks and CI set, makes rich take a file for a terminal.
+    """
+    return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+
+
 class LiveView:
     """Shows the peers of one swarm; a context manager around the loop that trains or supervises.
 
@@ -45,7 +53,7 @@ class LiveView:
         self._ready = False
         self._first: tuple[float, int] | None = None  # when training began, and at which version
         self._live: Live | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
+        if is_screen(console):
             self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:

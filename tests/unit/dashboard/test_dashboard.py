@@ -131,10 +131,17 @@ def test_an_address_that_cannot_be_listened_on_is_named() -> None:
         dashboard.callback(ADDRESS, "203.0.113.7", 0)
 
 
-def screen(width: int = 80, terminal: bool | None = None) -> Console:
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(width: int = 80, terminal: bool = False) -> Console:
     size = {"width": width, "height": 24}
     return Console(
-        file=io.StringIO(), force_terminal=terminal, color_system=None, _environ={}, **size
+        file=Screen() if terminal else io.StringIO(), color_system=None, _environ={}, **size
     )
 
 

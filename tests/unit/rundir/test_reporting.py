@@ -156,9 +156,15 @@ STORY = [  # what happens to a peer, and what people read of it
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_people_read_what_happens_in_every_view(terminal: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("coloured", [False, True])  # by FORCE_COLOR
+def test_people_read_what_happens_in_every_view(
+    coloured: bool, terminal: bool, tmp_path: Path
+) -> None:
     file = io.StringIO()
-    view = LiveView(Console(file=file, force_terminal=terminal, width=300), [], None, "run")
+    file.isatty = lambda: terminal  # type: ignore[method-assign]
+    console = Console(file=file, force_terminal=coloured or None, width=300)
+    view = LiveView(console, [], None, "run")
+    assert (view._live is not None) == terminal
     with RunLog(tmp_path, "p0", say=lambda text: view.update(Notice("p0", text=text))) as log:
         for kind, fields, _ in STORY:
             peer = {"peer": PEERS[name]} if (name := fields.get("name")) else {}

@@ -53,6 +53,7 @@ class Life:
     assembled: bool = False  # so were all who are here
     ready: bool = False  # it has what the others had when it came
     goals: list[Key] = field(default_factory=list)  # what the others had when it had listened
+    evened: bool = False  # then, at a barrier, what they had when the goals were here
     leaving: bool = False
     finished: bool = False
     leave_by: float = 0.0

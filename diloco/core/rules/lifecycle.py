@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco.core import events
 from diloco.core.facts import Facts
 from diloco.core.rules import contributions, data, giving, learning, pace, tips
+from diloco.messages.heads import Key
 
 LOOK_S = 1.0  # between two looks for silent members
 
@@ -62,22 +65,44 @@ def hear_loop(core: Facts, event: events.Event) -> None:
 
 
 def get_ready(core: Facts) -> None:
-    """A newcomer listens first, and gets what the others have, as long as bytes of it come."""
+    """A newcomer listens first, and gets what the others have, as long as bytes of it come.
+
+    1. The others make versions of all fragments at a barrier. 2. A newcomer has got the last ones,
+    and meanwhile a newer one of one fragment. 3. If it began now, its rounds of that fragment would
+    be others than those of the rest, and the swarm would wait for both. So it gets the newer ones
+    of all, once.
+    """
     moved_at = max(f.inbox.moved_at for f in core.fragments)
     core.life.settled_at = max(core.life.settled_at, moved_at)
     if core.life.ready or core.now < core.life.settled_at or core.lacks_peers():
         return
     if not core.life.goals:
-        core.life.goals = [max([f.tip.key, *f.inbox.greater().values()]) for f in core.fragments]
-    goals, shunned = zip(core.fragments, core.life.goals, strict=True), core.shunned.keys()
-    there = all(f.tip.key >= goal or f.inbox.greater().keys() <= shunned for f, goal in goals)
+        core.life.goals = _newest(core)
+    there = _has(core, core.life.goals)
+    uneven = core.settings.barrier and len({f.tip.head.number for f in core.fragments}) > 1
+    if there and uneven and not core.life.evened:
+        core.life.evened = True
+        core.life.goals = _newest(core)
+        there = _has(core, core.life.goals)
     late = core.now > core.life.settled_at + core.settings.stuck_s
     if (there or late) and all(f.tip.head.prev for f in core.fragments):
         core.life.ready = True
         core.life.goals = []
+        core.life.evened = False
         core.life.min_peers = 1
         core.made_progress()
         learning.get_in_step(core)
+
+
+def _newest(core: Facts) -> list[Key]:
+    """Return by fragment the greatest head of which this peer knows."""
+    return [max([f.tip.key, *f.inbox.greater().values()]) for f in core.fragments]
+
+
+def _has(core: Facts, goals: Sequence[Key]) -> bool:
+    """Return True if these heads are here, or only peers that are passed over have them."""
+    pairs, shunned = zip(core.fragments, goals, strict=True), core.shunned.keys()
+    return all(f.tip.key >= goal or f.inbox.greater().keys() <= shunned for f, goal in pairs)
 
 
 def assemble(core: Facts) -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from diloco.core import events
-from diloco.core.rules import learning
+from diloco.core.rules import learning, lifecycle
 from diloco.core.settings import ProtocolSettings, Sizes
 from diloco.ranges import NONE
 from tests.support.fake_tensors import PARTS
@@ -72,6 +72,24 @@ def out_of_step(seed: int) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_peers_are_in_step_again_after_some_freeze_and_others_come(seed: int) -> None:
     assert not out_of_step(seed)
+
+
+def test_a_newcomer_begins_with_one_version_of_all_fragments() -> None:
+    swarm = Scene(ProtocolSettings(fragments=2, sync_every=EVERY))
+    swarm.until(20.0, lambda: False)
+    facts = swarm.peers["a"].facts
+    newer, other = facts.fragments
+    facts.life.ready, facts.life.settled_at = False, facts.now
+    facts.life.goals = [f.tip.key for f in facts.fragments]
+    newer.tip = replace(newer.tip, head=with_fields(newer.tip.head, number=99))
+    other.inbox.ahead = {"b": (other.tip.head.work + 1, "f" * 64)}
+    lifecycle.get_ready(facts)
+    assert not facts.life.ready and facts.life.goals[1] == other.inbox.ahead["b"]
+    newer.tip = replace(newer.tip, head=with_fields(newer.tip.head, number=100))
+    grown = with_fields(other.tip.head, number=99, work=other.tip.head.work + 2)
+    other.tip = replace(other.tip, head=grown)
+    lifecycle.get_ready(facts)
+    assert facts.life.ready, "uneven once more"
 
 
 @pytest.mark.parametrize("newest", [True, False])

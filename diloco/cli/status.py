@@ -75,10 +75,12 @@ def _place(address: str | None) -> Address:
         # the machine's own address may have changed, and its peer still listens on all
         here = (_on_loopback(peer) for peer in swarm.resolved().peers)
         return replace(swarm, peers=(*swarm.peers, *dict.fromkeys(filter(None, here))))
-    with suppress(ConfigError):  # there is no worker
-        if not living and not (worker := Worker.read()).is_stopped:
-            click.echo(str(worker), err=True)  # why its peer does not run
-            return Address.read(worker.address)
+    worker = None
+    with suppress(ConfigError):  # there is none
+        worker = Worker.read()
+    if not living and worker is not None and not worker.is_stopped:
+        click.echo(str(worker), err=True)  # why its peer does not run
+        return Address.read(worker.address)
     runs = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
     raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {runs}")
 

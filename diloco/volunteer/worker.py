@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """Whom its peer joins, as `join` takes it."""
+        """Return the address, or @FILE, that its peer joins."""
         return self.command[3]
 
     @property

@@ -60,7 +60,6 @@ def _place(address: str | None) -> Address:
 
     from diloco.config.address import Address
     from diloco.rundir.files import data_home, in_use
-    from diloco.volunteer.worker import Worker
 
     if address is not None:
         return Address.read(address)
@@ -75,14 +74,24 @@ def _place(address: str | None) -> Address:
         # the machine's own address may have changed, and its peer still listens on all
         here = (_on_loopback(peer) for peer in swarm.resolved().peers)
         return replace(swarm, peers=(*swarm.peers, *dict.fromkeys(filter(None, here))))
-    worker = None
-    with suppress(ConfigError):  # there is none
-        worker = Worker.read()
-    if not living and worker is not None and not worker.is_stopped:
-        click.echo(str(worker), err=True)  # why its peer does not run
-        return Address.read(worker.address)
+    if not living and (joins := _worker_joins()) is not None:
+        return Address.read(joins)
     runs = ", ".join(f"@{file}" for file in living) or f"of no run in {names} a peer runs here"
     raise ConfigError(f"give the ADDRESS of a peer, as it prints it: {runs}")
+
+
+def _worker_joins() -> str | None:
+    """Return whom a worker that waits joins, and say why its peer does not run."""
+    from diloco.volunteer.worker import Worker
+
+    try:
+        worker = Worker.read()
+    except ConfigError:  # there is none
+        return None
+    if worker.is_stopped:
+        return None
+    click.echo(str(worker), err=True)
+    return worker.address
 
 
 def _on_loopback(address: str) -> str | None:

@@ -356,6 +356,11 @@ def command(
             process.stdin.close()
 
 
+def typed_as(words: Sequence[str]) -> Callable[..., subprocess.Popen[bytes]]:
+    """A `start` of `command` that runs these words as they are, in a process that is not warm."""
+    return lambda _, **where: subprocess.Popen(words, **where)
+
+
 def diloco(*arguments: str, directory: Path) -> Command:
     """`diloco ARGUMENTS` run to its end."""
     with command("-m", "diloco", *arguments, directory=directory) as started:

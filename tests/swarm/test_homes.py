@@ -4,20 +4,17 @@ Each machine is a network namespace. Those at home are behind routers that let n
 """
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.harness.links.links import NETWORK, Links, networks, unavailable
 from tests.harness.links.pipe import Shape
 from tests.support.pages import DOCS, typed
-from tests.support.peers import Command, command
+from tests.support.peers import Command, command, typed_as
 from tests.support.places import ROOT
 
 PUBLIC, HOME, OTHER_HOME = range(3)
@@ -46,11 +43,7 @@ class Machines:
         home = self.place / str(machine)
         for name in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
             self.patch.setenv(name, str(home / name))
-        return command(line, directory=home, start=partial(started, inside))
-
-
-def started(words: list[str], _: object, **where: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(words, **where)
+        return command(line, directory=home, start=typed_as(inside))
 
 
 @pytest.fixture

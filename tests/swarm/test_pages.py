@@ -2,19 +2,16 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.models import small_model, word_tokenizer
 from tests.support.pages import DOCS, block, code, typed
-from tests.support.peers import Command, command, program
+from tests.support.peers import Command, command, program, typed_as
 from tests.support.stub_hub import COMMIT, NAME, stub_hub
 
 TEXT = "user assistant who are you the cat sat on a mat and ate"
@@ -80,9 +77,7 @@ def test_the_commands_of_the_adapters_page_work_as_they_are_typed(
             monkeypatch.setenv("HF_HOME", str(tmp_path / user / "hub"))
             monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / user / "data"))
             words = [sys.executable, "-m", *shlex.split(line)]  # none warm: those are offline
-            return stack.enter_context(
-                command(line, directory=tmp_path, start=partial(started, words))
-            )
+            return stack.enter_context(command(line, directory=tmp_path, start=typed_as(words)))
 
         for line in typed(DOCS / "adapters.md"):
             kind = line.split()[1]
@@ -100,7 +95,3 @@ def test_the_commands_of_the_adapters_page_work_as_they_are_typed(
             done.append(kind)
     assert done == ["train", "join", "export", "generate"]
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-
-
-def started(words: list[str], _: object, **where: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(words, **where)

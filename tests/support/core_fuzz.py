@@ -63,7 +63,7 @@ class Promises(Swarm):
             self.again.add(peer.name)
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
-            made = Made(f.tip.head, f.tip.parts, f.tip.book.digest)
+            made = Made(f.tip.head, f.tip.parts, f.tip.book.digest, self.now)
             self.versions.made.setdefault(f.tip.head.id, made)
             self.seen[peer.name, f.index] = f.tip.head
             self.since[peer.name, f.index] = peer.facts.loop.processed
@@ -96,7 +96,7 @@ class Promises(Swarm):
         """A head that nobody has seen before."""
         head = f.tip.head
         holds(head.author == peer.name, "nobody made", head.id)
-        self.versions.add(f.tip)
+        self.versions.add(f.tip, self.now)
         why = self.versions.wrong(head)
         holds(not why and head.fragment == f.index, "version", head.number, "by", peer.name, why)
         units = sum(count(line.units) for one in self.versions.chain(head) for line in one.counted)

@@ -17,8 +17,9 @@ When the swarm rests, everything is healed and nobody trains (`check_rest`):
 - tokens are conserved: what a peer has processed is in the model, told as discarded, or not sent
   yet;
 - no sequence of the data is left out: what is in no model is dealt again;
-- no version is lost that a peer had, as long as all peers could always reach each other; if nobody
-  was killed either, what had been learned by a peer that left is in the model.
+- no version is lost that a peer had, as long as all peers could always reach each other, but for
+  those of two authors who cannot know of each other yet; if nobody was killed either, what had been
+  learned by a peer that met others and left is in the model.
 
 At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on
 (`finish`).
@@ -30,6 +31,7 @@ import asyncio
 import gc
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ from tests.harness.fuzz.versions import Versions
 SETTLE_S = 5.0  # after the last fault or life ended
 # in which all agree once nobody trains, and after which they still do
 RESTS_S, STAYS_S = 150.0, 15.0
+# until a record in a store reaches all: three looks, the second of them at an old list
+NEWS_S = 10.0
 FINISH_S = 100.0  # in which everybody is done
 MOST_ASKED = 8  # questions of one peer for one fragment that a donor gets in a second
 
@@ -104,7 +108,7 @@ class Watch:
             seen.damaged.update(range(len(tips)))
         for tip in tips:
             if tip.head.number == 0:
-                self.versions.add(tip)
+                self.versions.add(tip, self._crowd.loop.seconds)
         self.seen[life.owner] = self._touched[life.owner] = seen
         node.context.tap = lambda event, now: self._hears(seen, event)
         if life.sync is not None:
@@ -182,7 +186,7 @@ class Watch:
         which = f"version {head.number} of fragment {f.index}"
         if head.author != name:
             raise Violation(f"{name} has {which} before its author, {head.author}")
-        self.versions.add(f.tip)
+        self.versions.add(f.tip, self._crowd.loop.seconds)
         if why := self.versions.wrong(head):
             raise Violation(f"{which} by {name}: {why}")
 
@@ -247,9 +251,9 @@ class Watch:
         self.holes = difference(((0, taken[-1][1]),) if taken else NONE, taken)
 
     def leaves(self, life: Life) -> None:
-        """A peer has left in peace: the others have what it had learned."""
+        """A peer has left in peace: the others have what it had learned, if it met any."""
         core = self.seen[life.owner].node.core.facts
-        if core.now <= core.life.leave_by:
+        if len(core.members) and core.now <= core.life.leave_by:
             learned = [
                 (core.loop.stamp, core.loop.processed - discarded(core, f)) for f in core.fragments
             ]
@@ -289,10 +293,14 @@ class Watch:
                     which = f"fragment {head.fragment}"
                     raise Violation(f"{missing} tokens of {name}, which left, are not in {which}")
         survived = {head.id for head in self.versions.chain(heads[CONTROL])}
+        news_s = NEWS_S if self._crowd.store else -inf
         for seen in living if not self._crowd.torn else ():
             lost = [self.versions.made[each].head for each in seen.had - survived]
             # Two may make the same version: while they still meet, or when an author comes back.
-            if more := [head.number for head in lost if head.prev not in survived]:
+            # Over a store both may go on until the record of one reaches the other.
+            lost = [head for head in lost if head.prev not in survived]
+            last = heads[CONTROL]
+            if more := [head.number for head in lost if self.versions.late(head, last) > news_s]:
                 raise Violation(f"{seen.life.name} had versions {sorted(more)}, and they are lost")
         self._check_data(living)
 

@@ -155,7 +155,8 @@ class _Stage:
         match fault.kind:
             case "crash" | "restart":
                 crowd.crash(life.name)
-                if fault.kind == "restart" or len(living) == 1:
+                whole = [each for each in living if each is not life and not each.flips]
+                if fault.kind == "restart" or not whole:
                     self._over(fault.seconds if fault.who % 3 else 0.1, lambda: self._restart(life))
             case "leave" if len(living) > 1:
                 crowd.leave(life.name)

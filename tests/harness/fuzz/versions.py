@@ -16,6 +16,7 @@ class Made(NamedTuple):
     head: Head
     parts: tuple[str, ...]
     book: str
+    at: float  # seconds of the loop
 
 
 class Versions:
@@ -24,9 +25,9 @@ class Versions:
     def __init__(self) -> None:
         self.made: dict[str, Made] = {}
 
-    def add(self, tip: Tip) -> None:
+    def add(self, tip: Tip, at: float) -> None:
         """Note a version."""
-        self.made[tip.head.id] = Made(tip.head, tip.parts, tip.book.digest)
+        self.made[tip.head.id] = Made(tip.head, tip.parts, tip.book.digest, at)
 
     def chain(self, head: Head) -> list[Head]:
         """The heads that led to this one, itself included, the last first."""
@@ -34,6 +35,16 @@ class Versions:
         while found[-1].number:
             found.append(self.made[found[-1].prev].head)
         return found
+
+    def late(self, lost: Head, last: Head) -> float:
+        """Seconds from the first version that the way to `last` has beside this one; below zero for
+        a version that was made before it.
+        """
+        way = self.chain(last)
+        known = {head.id for head in way}
+        first = next(head for head in self.chain(lost) if head.prev in known)
+        beside = next(head for head in way if head.prev == first.prev)
+        return self.made[lost.id].at - self.made[beside.id].at
 
     def tokens(self, head: Head, peer: str, until: int = 2**62) -> int:
         """Tokens of a peer in an anchor, of contributions with stamps up to that one."""

@@ -3,6 +3,7 @@ is none."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from diloco.messages.heads import Line
 from diloco.sim.virtual_time import VirtualLoop
 from diloco.swarm.context import Context
 from diloco.swarm.limits import Penalties
-from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, ControlMesh
+from diloco.swarm.node.mesh import ALIVE_S, DIAL_TIMEOUT_S, RECORD_PERIOD_S, ControlMesh
 from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc.contribution import ContributionHeader, Got
 from diloco.swarm.wire.gate import Gate
@@ -185,6 +186,38 @@ async def test_what_an_honest_peer_says_late_or_wrong_is_no_offence(message: Mes
     assert listener.said("penalty") == []
     why = "said goodbye" if message == status(leaves=True) else "connection reset"
     assert [event["why"] for event in listener.said("lost") + listener.said("leave")] == [why]
+
+
+@pytest.mark.parametrize("company", [False, True])
+async def test_a_peer_that_is_alone_calls_those_it_lost_at_every_look(
+    company: bool, loop: VirtualLoop
+) -> None:
+    """Whoever still has members calls a vanished one after growing pauses: 15 s more, or a half."""
+    listener, called_at = Listener(), list[float]()
+
+    async def opened(peer: str, protocol: str) -> None:
+        if peer == OTHER:
+            called_at.append(loop.seconds)
+        raise ConnectionError
+
+    async def announce(life_s: float, members: Sequence[str]) -> None: ...
+
+    async def announced() -> dict[str, list[str]]:
+        return {}
+
+    stubs = {"open": opened, "announce": announce, "announced": announced}
+    vars(listener.transport).update(stubs)
+    if company:
+        listener.core.facts.members.join("third", hello(), loop.seconds)
+    listener.mesh.redial_later(OTHER)
+    looking = asyncio.ensure_future(listener.mesh._discover())
+    await asyncio.sleep(3600)
+    looking.cancel()
+    pauses_s = [after - before for before, after in pairwise(called_at)]
+    if company:
+        assert len(called_at) < 20 and pauses_s == sorted(pauses_s) and pauses_s[-1] > 600
+    else:
+        assert pauses_s == pytest.approx([RECORD_PERIOD_S] * 239)
 
 
 FIRST = [("speaks", 1, 1), ("ends", 0, 1), ("is silent", 0, ALIVE_S), ("calls again", 0, 0)]

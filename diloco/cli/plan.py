@@ -8,8 +8,9 @@ updates, in max(D max(2 h/F, (1 - 1/n) b) / up, D (1 - floor(F/n)/F) / down): an
 update twice, and peers pass parts on while they arrive, some more than others: b = (3 + log2(n))/4,
 at most 2, is the busiest over the mean, as seen in `scripts/scenes`. That adds log2(n) parts, of
 D/64F and at least 16 KiB, and there are 10 + log2(n) latencies. Overlap hides tau s, for tau inner
-steps of s seconds. With a quorum on a thin link more waiting is predicted than there is: a version
-takes what comes while the one before is sent.
+steps of s seconds. With a quorum K < n a peer goes on from the newest version that it has: it waits
+only if an exchange takes longer than the steps between two. On a thin link more waiting is
+predicted than there is: a version takes what comes while the one before is sent.
 """
 
 from __future__ import annotations
@@ -220,6 +221,11 @@ class ExchangeSize:
         return self.fragments // self.at_once
 
     @property
+    def hidden_steps(self) -> float:
+        """Inner steps that go on during an exchange; all up to the next if others make versions."""
+        return self.overlap if self.versions == 1 else self.sync_every / self.per_cycle
+
+    @property
     def phases(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Bytes through the busiest uplink and downlink: of contributions, then of updates."""
         peers, authored = self.peers, -(-self.at_once // self.peers)  # as in `Facts.heir`
@@ -263,7 +269,7 @@ def predict(exchange: ExchangeSize, link: NetworkLink, step_s: float) -> Predict
     """Predict the outer step of peers whose inner steps take `step_s` seconds each."""
     exchange_s = sum(exchange.seconds(link))
     compute_s = exchange.sync_every * step_s
-    wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.overlap * step_s)
+    wait_s = exchange.per_cycle * max(0.0, exchange_s - exchange.hidden_steps * step_s)
     sent = round((1 - 1 / exchange.peers) * (exchange.bytes_up + exchange.bytes_back))
     share = compute_s / (compute_s + wait_s)
     peak = round(max(map(sum, zip(*exchange.phases, strict=True))))
@@ -276,7 +282,7 @@ def needed_link(
     """Scale the link so that utilization is `target` (0 to 1, exclusive); None if none does."""
     wait_s = (1 - target) / target * exchange.sync_every * step_s / exchange.per_cycle
     transfer_s, latencies_s = exchange.seconds(link)
-    left_s = exchange.overlap * step_s + wait_s - latencies_s
+    left_s = exchange.hidden_steps * step_s + wait_s - latencies_s
     down, up = (transfer_s * rate for rate in (link.down_bytes_per_s, link.up_bytes_per_s))
     return NetworkLink(down / left_s, up / left_s, link.latency_s) if left_s > 0 else None
 
@@ -285,10 +291,13 @@ def needed_sync_every(
     exchange: ExchangeSize, link: NetworkLink, step_s: float, target: float
 ) -> int:
     """Return the smallest H for a utilization of `target` that overlap and fragments allow."""
-    wait_s = predict(exchange, link, step_s).wait_s / exchange.per_cycle
-    steps = target / (1 - target) * wait_s / step_s
+    exchange_s = sum(exchange.seconds(link))
+    if exchange.versions == 1:
+        steps = target / (1 - target) * (exchange_s / step_s - exchange.overlap)
+    else:
+        steps = target * exchange_s / step_s
     # a rounding error over a whole number does not add a step
-    interval = max(exchange.overlap + 1, math.ceil(steps - 1e-9 - 1e-12 * steps))
+    interval = max(exchange.overlap + 1, math.ceil(steps - 1e-9 - 1e-12 * abs(steps)))
     return interval * exchange.per_cycle
 
 

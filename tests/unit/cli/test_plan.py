@@ -41,6 +41,8 @@ exchanges = st.builds(
     fragments=st.integers(1, 24),
     overlap=st.integers(0, 3),
     staggered=st.booleans(),
+    versions=st.integers(1, 4),
+    state_bytes=st.integers(1, 10**10),
 )
 links = st.builds(NetworkLink, st.floats(1e2, 1e11), st.floats(1e2, 1e11), st.floats(0, 0.2))
 steps_s = st.floats(1e-3, 10)
@@ -132,6 +134,17 @@ def test_without_a_barrier_updates_or_a_smaller_state_come(
     assert predict(exchange, SLOW, 1.0).bytes_sent == round(expected)
     said = dict(arithmetic(exchange, SLOW, 1.0, 0.9))["sent per peer and outer step"]
     assert said.endswith(f"{expected / 1e6:.1f} MB")
+
+
+def test_with_a_quorum_a_peer_waits_only_for_a_link_that_cannot_carry_its_cycle() -> None:
+    one = replace(FOUR, fragments=1, versions=4, state_bytes=12_800_000)
+    assert predict(one, SLOW, 1.0).exchange_s == 12 + 16 + 0.25  # the state is two updates
+    assert predict(one, SLOW, 1.0).wait_s == 0.0
+    assert predict(one, SLOW, 0.25).wait_s == 3.25  # over 100 steps of .25 s
+    assert needed_sync_every(one, SLOW, 0.25, 0.5) == 57  # of 56.5
+    turns = replace(FOUR, staggered=True, versions=2, state_bytes=12_800_000)
+    exchange_s = predict(turns, SLOW, 1.0).exchange_s
+    assert predict(turns, SLOW, 0.25).wait_s == pytest.approx(max(0, 4 * exchange_s - 25))
 
 
 def test_many_peers_need_what_the_paper_computes() -> None:

@@ -19,7 +19,7 @@ When the swarm rests, everything is healed and nobody trains (`check_rest`):
 - no sequence of the data is left out: what is in no model is dealt again;
 - no version is lost that a peer had, as long as all peers could always reach each other, but for
   those of two authors who cannot know of each other yet; if nobody was killed either, what had been
-  learned by a peer that met others and left is in the model.
+  learned by a peer that met others and left is in the model, or kept for its next version.
 
 At the end no life failed, nobody left an exception untaken, and no task of an ended life goes on
 (`finish`).
@@ -43,6 +43,7 @@ from diloco.core.history import Tip
 from diloco.core.rules.data import deal, has
 from diloco.core.rules.learning import discarded, own
 from diloco.messages.fields import Units
+from diloco.messages.heads import Head
 from diloco.outer.digest import part_digests
 from diloco.outer.fragments import gather_
 from diloco.ranges import NONE, difference, union
@@ -289,7 +290,8 @@ class Watch:
         parted = self._crowd.torn or any(life.ended == "killed" for life in self._crowd.started)
         for name, learned in self.left if not parted else ():
             for head, (stamp, tokens) in zip(heads, learned, strict=True):
-                if (missing := tokens - self.versions.tokens(head, name, stamp)) > 0:
+                here = self.versions.tokens(head, name, stamp) + self._pooled(head, name)
+                if (missing := tokens - here) > 0:
                     which = f"fragment {head.fragment}"
                     raise Violation(f"{missing} tokens of {name}, which left, are not in {which}")
         survived = {head.id for head in self.versions.chain(heads[CONTROL])}
@@ -303,6 +305,13 @@ class Watch:
             if more := [head.number for head in lost if self.versions.late(head, last) > news_s]:
                 raise Violation(f"{seen.life.name} had versions {sorted(more)}, and they are lost")
         self._check_data(living)
+
+    def _pooled(self, head: Head, name: str) -> int:
+        """Tokens of a contribution that others keep for the next version of a fragment."""
+        fragments = (seen.node.core.facts.fragments[head.fragment] for seen in self.living())
+        items = ((f, f.pool.get(name)) for f in fragments)
+        kept = (i.line.tokens for f, i in items if i and not f.tip.objection(i.line))
+        return max(kept, default=0)
 
     def _check_tokens(self, seen: _Seen) -> None:
         core, name = seen.node.core.facts, seen.life.name

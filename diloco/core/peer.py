@@ -26,6 +26,7 @@ from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
 from diloco.messages.heads import Line
 
+SMALL_SWARM = 16  # members up to which a tick is `tick_s`; it grows with more
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
@@ -90,7 +91,7 @@ class Peer:
         self.addresses = AddressBook()
         self._typed = planned
         self._looked_at = now
-        self._decided_at = -settings.tick_s
+        self._decided_at = self._tick_at = -settings.tick_s
         self._event: events.Event = events.Tick()
         self._other_data: dict[str, None] = {}
         self._telling = Telling(self.facts, self.addresses)
@@ -103,12 +104,17 @@ class Peer:
         if now - self._looked_at > settings.silence_s:
             lifecycle.wake_up(core, now - self._looked_at)
         self._looked_at = now
-        if self._take_in(event) or now >= self._decided_at + settings.tick_s:
+        # in a large swarm something comes in every tick
+        tick_s = settings.tick_s * max(1.0, len(core.members) / SMALL_SWARM)
+        if self._take_in(event) or now >= self._decided_at + tick_s:
             self._decided_at = now
             if not core.life.exited:
                 self._decide()
         else:
-            core.wake(self._decided_at + settings.tick_s)
+            # What comes before the next such wake is acted upon then. A timer may ring a bit early.
+            if self._tick_at <= now + tick_s / 50:
+                self._tick_at = self._decided_at + tick_s
+                core.wake(self._tick_at)
         return core.out
 
     def _take_in(self, event: events.Event) -> bool:

@@ -126,7 +126,7 @@ def told(f: FragmentState, peer: str, key: Key) -> bool:
     if key <= f.tip.key:
         return False
     f.inbox.ahead[peer] = key
-    return f.inbox.moving is None
+    return _asks_nobody(f)
 
 
 def told_arriving(f: FragmentState, peer: str, key: Key | None) -> bool:
@@ -135,7 +135,12 @@ def told_arriving(f: FragmentState, peer: str, key: Key | None) -> bool:
     if key is None:
         return False
     f.inbox.coming[peer] = key
-    return f.inbox.moving is None
+    return _asks_nobody(f)
+
+
+def _asks_nobody(f: FragmentState) -> bool:
+    """Return True if no donor is asked yet: most peers tell a tip while one is."""
+    return f.inbox.moving is None and not (f.inbox.fetch and f.inbox.fetch.donor)
 
 
 # -- what donors give ------------------------------------------------------------------------------

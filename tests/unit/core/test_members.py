@@ -3,9 +3,10 @@ a fixed ladder."""
 
 import pytest
 
+from diloco.core.events import Heard, Loaded, Tick, Wake
 from diloco.core.members import PAUSE_LIMIT_S, Member, Members, Patience
 from diloco.messages.control import Status
-from tests.support.core import hello_of
+from tests.support.core import core, hello_of, join, status
 
 FLOOR_S, BEATS, STALL_S, FIRST_STEP_S = 10.0, 8.0, 20.0, 180.0
 
@@ -108,3 +109,21 @@ def test_pauses_come_out_of_a_budget_that_refills_slowly() -> None:
     assert patience.pauses(missing, 400.0, 0.0)
     assert not patience.pauses(missing, PAUSE_LIMIT_S - 399.0, 0.0)
     assert patience.pauses(missing, PAUSE_LIMIT_S - 351.0, 1000.0), "5 % of all time"
+
+
+def test_statuses_that_come_together_wake_a_peer_once() -> None:
+    """And less often in a large swarm. Whoever acts at once in between sets no second wake."""
+    pauses_s = []
+    for members in (2, 64):
+        peer = core()
+        for number in range(members):
+            join(peer, f"p{number}")
+        now, wakes = 1.0, list[Wake]()
+        peer.receive(Tick(), now)
+        for step in range(30):
+            now += 1e-3
+            event = Loaded(0, "") if step == 3 else Heard("p1", status(steps=5))
+            wakes += [act for act in peer.receive(event, now) if isinstance(act, Wake)]
+        [wake] = [wake for wake in wakes if wake.at < 1.5]  # when a heartbeat is due
+        pauses_s.append(wake.at - 1.001)  # the first of them is acted upon at once
+    assert pauses_s == pytest.approx([0.05, 0.2])

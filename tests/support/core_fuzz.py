@@ -16,7 +16,7 @@ from diloco.core.settings import ProtocolSettings
 from diloco.messages.fields import Units
 from diloco.messages.heads import Head, Line
 from diloco.ranges import count, difference, union
-from tests.harness.fuzz.versions import Made, Versions
+from tests.harness.fuzz.versions import Versions
 from tests.support.fake_tensors import Saved, gradient, hexed
 from tests.support.swarm_without_tensors import Peer, Swarm
 
@@ -63,8 +63,8 @@ class Promises(Swarm):
             self.again.add(peer.name)
         self.learned[peer.name].clear()
         for f in peer.facts.fragments:
-            made = Made(f.tip.head, f.tip.parts, f.tip.book.digest, self.now)
-            self.versions.made.setdefault(f.tip.head.id, made)
+            if f.tip.head.id not in self.versions.made:
+                self.versions.add(f.tip, self.now)
             self.seen[peer.name, f.index] = f.tip.head
             self.since[peer.name, f.index] = peer.facts.loop.processed
             self.bases[peer.name, f.index] = f.learned.base

@@ -22,6 +22,7 @@ from diloco.ranges import NONE
 
 MOST_SHUNNED = 1024
 MOST_SIGNED = 1024  # signatures that were right: a contribution comes as offer, payload and line
+SMALL_SWARM = 16  # members up to which a tick is `tick_s`; it grows with more
 SHUNNED = 8  # times the patience for an author, or for what it gives: how long it is passed over
 CONTROL = 0  # the fragment whose book has the swarm clock and the data
 
@@ -168,8 +169,11 @@ class Facts:
             return any(f.learned.loading for f in self.fragments)
         if self.loop.turn_due or self.loop.due:
             return True
-        lacks = (f.learned.needs_head and not self.over(f.tip) for f in self.fragments)
-        return any(f.learned.loading or f.stale for f in self.fragments) or any(lacks)
+        for f in self.fragments:
+            learned = f.learned
+            if learned.loading or f.stale or (learned.needs_head and not self.over(f.tip)):
+                return True
+        return False
 
     @property
     def says_waits(self) -> bool:
@@ -235,6 +239,20 @@ class Facts:
     def note(self, kind: str, **fields: object) -> None:
         """One line for the log of events."""
         self.act(Note(kind, fields))
+
+    @property
+    def tick_s(self) -> float:
+        """In which messages of little news are acted upon together: in a large swarm something
+        comes in every `tick_s` of the settings."""
+        return self.settings.tick_s * max(1.0, len(self.members) / SMALL_SWARM)
+
+    def wake_after(self, at: float, period_s: float) -> None:
+        """Look again at the first multiple of a period after that time, so that what many fragments
+        wait for is one look."""
+        if not period_s:
+            return self.wake(at)
+        look_at = ((at + period_s / 50) // period_s + 1) * period_s  # timers may ring a bit early
+        self.wake(look_at if look_at > at else look_at + period_s)  # a quotient is rounded
 
     def wake(self, at: float) -> None:
         """Look again at that time."""

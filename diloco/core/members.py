@@ -102,6 +102,7 @@ class Member:
             self.tips, self.hears = dict(status.tips), set(status.hears)
         else:
             self.tips.update(status.tips)
+        if not status.whole and (status.hears or status.deaf):
             self.hears = self.hears - set(status.deaf) | set(status.hears)
             if len(self.hears) > MAX_PEERS:
                 self.hears = set(status.hears)
@@ -195,7 +196,8 @@ class Members:
 
     def any_pauses(self, now: float, round_s: float) -> bool:
         """Return True if a member evaluates or saves, and not for too long."""
-        return any(member.pauses(now, round_s) for member in self.all())
+        begun = (member for member in self.all() if member.paused_at <= now)
+        return any(member.pauses(now, round_s) for member in begun)
 
     def any_moves(self, since: float) -> bool:
         """Return True if a member that trains has made a step, or moved bytes, since then."""

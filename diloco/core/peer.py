@@ -26,7 +26,6 @@ from diloco.messages.codec import objection_to_wire
 from diloco.messages.control import Answer, Dealt, Figures, Hello, Lease, Offer, Planned, Status
 from diloco.messages.heads import Line
 
-SMALL_SWARM = 16  # members up to which a tick is `tick_s`; it grows with more
 FASTEST = 4.0
 MAX_RAISE = 1000  # times what was typed here
 OTHER_DATA = (
@@ -91,7 +90,7 @@ class Peer:
         self.addresses = AddressBook()
         self._typed = planned
         self._looked_at = now
-        self._decided_at = self._tick_at = -settings.tick_s
+        self._decided_at = -settings.tick_s
         self._event: events.Event = events.Tick()
         self._other_data: dict[str, None] = {}
         self._telling = Telling(self.facts, self.addresses)
@@ -104,17 +103,13 @@ class Peer:
         if now - self._looked_at > settings.silence_s:
             lifecycle.wake_up(core, now - self._looked_at)
         self._looked_at = now
-        # in a large swarm something comes in every tick
-        tick_s = settings.tick_s * max(1.0, len(core.members) / SMALL_SWARM)
+        tick_s = core.tick_s
         if self._take_in(event) or now >= self._decided_at + tick_s:
             self._decided_at = now
             if not core.life.exited:
                 self._decide()
         else:
-            # What comes before the next such wake is acted upon then. A timer may ring a bit early.
-            if self._tick_at <= now + tick_s / 50:
-                self._tick_at = self._decided_at + tick_s
-                core.wake(self._tick_at)
+            core.wake_after(now, tick_s)
         return core.out
 
     def _take_in(self, event: events.Event) -> bool:
@@ -126,7 +121,9 @@ class Peer:
             case events.Connected(peer, hello):
                 self._connected(peer, hello)
             case events.Broke(peer, Get() as get, bad):
-                tips.broke(core, peer, get, bad)
+                return tips.broke(core, peer, get, bad)
+            case events.Gave(peer, get, None):
+                return tips.broke(core, peer, get)
             case events.Broke(peer, Line() as line):
                 contributions.not_sent(core, peer, line)
             case events.Moved(peer, Line() as line, nbytes):
@@ -138,7 +135,7 @@ class Peer:
                 return contributions.delivered(core, event)
             case _:
                 HANDLERS.get(type(event), lifecycle.hear_loop)(core, event)
-        return not isinstance(event, events.Asked | events.Moved)
+        return not isinstance(event, events.Asked | events.Moved | events.Served)
 
     def _decide(self) -> None:
         """Look at all facts, and act."""
@@ -150,6 +147,8 @@ class Peer:
         lifecycle.get_ready(core)
         lifecycle.assemble(core)
         learning.take_turn(core)
+        accounts = not isinstance(self._event, events.Heard | events.Tick)
+        accounts = accounts or core.data.changed or core.life.leaving
         for f in core.fragments:
             if core.loop.due:
                 learning.contribute(core, f)
@@ -159,7 +158,7 @@ class Peer:
             elif name:
                 contributions.pass_on(core, f, name)
             learning.load(core, f)
-            if core.data.changed or not isinstance(self._event, events.Heard):
+            if accounts:
                 learning.account(core, f)
         data.lease(core)
         self._telling.tell()
@@ -293,6 +292,7 @@ class Peer:
                 contributions.offered(core, peer, message)
             case Answer():
                 contributions.answered(core, peer, message)
+                return False
             case Lease():
                 data.answer(core, peer, message)
             case Dealt():
@@ -314,6 +314,8 @@ class Peer:
     def _hear_plan(self, peer: str, status: Status) -> None:
         """The run is as long as who may make versions says, if nobody makes it endless for all."""
         core = self.facts
+        if status.planned == core.planned:
+            return
         pairs = zip(core.planned, status.planned, strict=True)
         steps, tokens, rounds = (max(here, there) if here else 0 for here, there in pairs)
         higher = steps, tokens, rounds

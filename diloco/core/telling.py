@@ -112,7 +112,7 @@ class Telling:
         self._waits_since = min(self._waits_since, core.now)
         lasts = core.now >= self._waits_since + settings.tick_s
         if not lasts:
-            core.wake(self._waits_since + settings.tick_s)
+            core.wake_after(self._waits_since + settings.tick_s, core.tick_s)
         return lasts
 
     def hello(self) -> Hello:

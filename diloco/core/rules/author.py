@@ -47,13 +47,13 @@ def close(core: Facts, f: FragmentState) -> None:
         f.round.quorum = (f.tip.head.id, now)
     quorum_at = f.round.quorum[1]
     if settings.quorum is not None and pace.is_under_way(core, f):
-        return core.wake(_next_look(core, f))
+        return _look_again(core, f)
     round_s = pace.round_s(core, f)
     pause_limit_s = max(PAUSE_LIMIT_S, PAUSE_ROUNDS * round_s)
     myself = core.me in missing and core.loop.pauses and now - core.progress_at < pause_limit_s
     if settings.barrier and (patience.pauses(missing, now - quorum_at, now, round_s) or myself):
         f.round.quorum = (f.tip.head.id, now)  # the wait begins when the pause has ended
-        return core.wake(_next_look(core, f))
+        return _look_again(core, f)
     if settings.barrier:
         rounds_s = [_round_s(core, f, item) for item in chosen.values()]
         closes_at = quorum_at + patience.wait_s(rounds_s)
@@ -62,7 +62,7 @@ def close(core: Facts, f: FragmentState) -> None:
     if missing and now < closes_at:
         return core.wake(closes_at)
     if settings.barrier and any(pace.will_end(core, f, peer) for peer in missing):
-        return core.wake(_next_look(core, f))
+        return _look_again(core, f)
     came = {peer: f.adopted_at.get(item.line.base, -inf) for peer, item in chosen.items()}
     patience.closed({peer: item.arrived_at - came[peer] for peer, item in chosen.items()}, missing)
     patience.slow |= stalled - here.keys()
@@ -71,11 +71,8 @@ def close(core: Facts, f: FragmentState) -> None:
     _merge(core, f, list(chosen.values())[:MAX_LINES])
 
 
-def _next_look(core: Facts, f: FragmentState) -> float:
-    """A time that all decisions of a while share, so that each does not begin looks of its own."""
-    period_s = max(core.settings.tick_s, pace.round_s(core, f) / LOOKS)
-    look_at = (core.now // period_s + 1) * period_s
-    return look_at if look_at > core.now else look_at + period_s  # a quotient is rounded
+def _look_again(core: Facts, f: FragmentState) -> None:
+    core.wake_after(core.now, max(core.settings.tick_s, pace.round_s(core, f) / LOOKS))
 
 
 def _without_collisions(here: Mapping[str, Contribution], tip: str) -> dict[str, Contribution]:

@@ -55,8 +55,7 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
     for item in f.pool.values():
         mine = item.line.peer == core.me
         # the author may wait for a peer that pauses, or has made versions that are still to come
-        pauses = core.settings.barrier and core.members.any_pauses(now, round_s)
-        if item.held_since is not None and (pauses or f.inbox.behind()):
+        if item.held_since is not None and (f.inbox.behind() or _waits_for_pauses(core, round_s)):
             item.held_since = now
         known = item.held_since if item.sent_to == via else None
         wait_s = 0.0 if mine or core.life.leaving else core.settings.refresh_s
@@ -76,6 +75,10 @@ def pass_on(core: Facts, f: FragmentState, author: str) -> None:
             item.held_since = known
             item.unanswered = True
             core.send(via, Offer(item.line))
+
+
+def _waits_for_pauses(core: Facts, round_s: float) -> bool:
+    return core.settings.barrier and core.members.any_pauses(core.now, round_s)
 
 
 def _send(core: Facts, f: FragmentState, item: Contribution, at: int) -> None:

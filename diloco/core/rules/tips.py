@@ -17,13 +17,13 @@ of peers waits for parts of each other:
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from diloco.core import events
 from diloco.core.facts import SHUNNED, Facts
-from diloco.core.fragment import Fetch, FragmentState, Goal, Moving
+from diloco.core.fragment import Fetch, Fetching, FragmentState, Goal, Moving
 from diloco.core.history import Record, Tip, follow, state_of, wrong, wrong_state
 from diloco.core.members import MAX_PEERS, score
 from diloco.core.rules import contributions, data, giving, learning, pace
@@ -154,8 +154,6 @@ def gave(core: Facts, event: events.Gave) -> None:
             _gave_records(core, f, event.peer, records)
         case events.AnchorPart() as part:
             _gave_part(core, f, event.peer, part)
-        case None:
-            broke(core, event.peer, event.get)
 
 
 def moved(core: Facts, peer: str, get: Get, nbytes: int) -> None:
@@ -189,8 +187,9 @@ def arriving(core: Facts, event: events.Arriving) -> None:
         fetching.until = inf
 
 
-def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
-    """A question got no answer, or a `bad` one, or a donor said: not now."""
+def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> Literal[False]:
+    """A question got no answer, or a `bad` one, or a donor said: not now. The next donor is asked
+    here, as in a large swarm most questions end so; nothing else is to be decided at once."""
     f = core.fragments[get.fragment]
     if f.inbox.fetch and get.want:
         if f.inbox.fetch.donor_of(get.part) == peer:
@@ -199,11 +198,15 @@ def broke(core: Facts, peer: str, get: Get, bad: bool = False) -> None:
         since = f.inbox.busy_since.setdefault(peer, core.now)
         forget_oldest(f.inbox.busy_since, MAX_PEERS)
         if bad or core.now - since > pace.patience_s(core, f) / 2:
-            return _failed(core, f, peer)
-        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.inbox.times_busy, 8))
-        f.inbox.fetch = Fetch("", core.now + pause_s)
-        f.inbox.times_busy += 1
-        core.wake(core.now + pause_s)
+            _failed(core, f, peer)
+        else:
+            pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(f.inbox.times_busy, 8))
+            f.inbox.fetch = Fetch("", core.now + pause_s)
+            f.inbox.times_busy += 1
+    fetch(core, f)
+    if f.inbox.fetch and f.inbox.state is Fetching.PAUSED:
+        core.wake_after(f.inbox.fetch.until, core.tick_s)
+    return False
 
 
 def _gave_records(core: Facts, f: FragmentState, peer: str, records: tuple[Record, ...]) -> None:

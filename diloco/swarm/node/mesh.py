@@ -29,7 +29,7 @@ from diloco.swarm.node.options import RunSpec
 from diloco.swarm.rpc import contribution, state
 from diloco.swarm.rpc.watch import request_manifest
 from diloco.swarm.wire.gate import IN_USE
-from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, PeerStream
+from diloco.swarm.wire.streams import BROKEN, CONTROL, Outgoing, PeerStream, framed
 from diloco.swarm.wire.transport import ByteReader, ByteWriter, Refused
 
 logger = logging.getLogger(__name__)
@@ -91,13 +91,14 @@ class ControlMesh:
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every connected peer; never blocks."""
+        frame = framed(message)  # once for all
         for outgoing in self._outgoing.values():
-            outgoing.say(message)
+            outgoing.say(frame)
 
     def tell(self, peer: str, message: Message) -> None:
         """Send a message to one peer, if it is connected; never blocks."""
         if (outgoing := self._outgoing.get(peer)) is not None:
-            outgoing.say(message)
+            outgoing.say(framed(message))
 
     def disconnect(self, peer: str) -> None:
         """End both streams of a lost peer; if it lives, it will call again."""
@@ -223,8 +224,7 @@ class ControlMesh:
         if self._started:
             self.refusal = None
         outgoing = self._outgoing[peer] = Outgoing(stream)
-        # the peer has missed statuses broadcast since the hello was made
-        outgoing.say(self._core.status())
+        self.tell(peer, self._core.status())  # it missed those since the hello was made
         sender = asyncio.create_task(self._send_queued(peer, outgoing))
         self._senders[sender] = None
         sender.add_done_callback(self._senders.pop)

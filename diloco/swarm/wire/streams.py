@@ -54,6 +54,13 @@ class Traffic:
         await asyncio.sleep(self._free_at - now)
 
 
+def framed(message: Message) -> bytes:
+    """A message as it goes over a stream, after its length."""
+    frame = encode(message)
+    assert len(frame) <= MAX_FRAME_BYTES, type(message)
+    return len(frame).to_bytes(_LENGTH_BYTES, "big") + frame
+
+
 class PeerStream:
     """A stream to or from one authenticated peer.
 
@@ -84,13 +91,14 @@ class PeerStream:
         """Bytes received, of messages and payload."""
         return self._frames_in + self.payload_in
 
-    def push(self, message: Message) -> int:
-        """Write one message without waiting; return its number of bytes."""
-        frame = encode(message)
-        assert len(frame) <= MAX_FRAME_BYTES, type(message)
-        self._writer.write(len(frame).to_bytes(_LENGTH_BYTES, "big") + frame)
-        self._traffic.bytes_sent += _LENGTH_BYTES + len(frame)
-        return _LENGTH_BYTES + len(frame)
+    def push(self, message: Message) -> None:
+        """Write one message without waiting."""
+        self.write(framed(message))
+
+    def write(self, frame: bytes) -> None:
+        """Write a message that is `framed`, without waiting."""
+        self._writer.write(frame)
+        self._traffic.bytes_sent += len(frame)
 
     async def flush(self) -> None:
         """Wait until most written bytes are sent."""
@@ -121,15 +129,20 @@ class PeerStream:
         return decode(frame)
 
     async def _read(self, nbytes: int, timeout_s: float | None) -> bytes:
-        pieces, missing = list[bytes](), nbytes
+        if timeout_s is None:
+            return await self._read_all(nbytes)
         async with asyncio.timeout(timeout_s):
-            while missing:
-                piece = await self._reader.read(missing)
-                if not piece:
-                    raise asyncio.IncompleteReadError(b"".join(pieces), nbytes)
-                pieces.append(piece)
-                missing -= len(piece)
-                self._frames_in += len(piece)
+            return await self._read_all(nbytes)
+
+    async def _read_all(self, nbytes: int) -> bytes:
+        pieces, missing = list[bytes](), nbytes
+        while missing:
+            piece = await self._reader.read(missing)
+            if not piece:
+                raise asyncio.IncompleteReadError(b"".join(pieces), nbytes)
+            pieces.append(piece)
+            missing -= len(piece)
+            self._frames_in += len(piece)
         return b"".join(pieces)
 
     async def send_payload(self, payload: Tensor) -> None:
@@ -211,8 +224,10 @@ class Outgoing:
         self.awake = asyncio.Event()
         self._nbytes = 0
 
-    def say(self, message: Message) -> None:
-        self._nbytes += self.stream.push(message)
+    def say(self, frame: bytes) -> None:
+        """Write a message that is `framed`."""
+        self.stream.write(frame)
+        self._nbytes += len(frame)
         if self._nbytes > FLUSH_BYTES:
             self.awake.set()
 

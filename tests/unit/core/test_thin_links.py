@@ -144,11 +144,13 @@ def test_parts_of_an_update_that_nobody_completes_are_not_passed_on(lives: bool)
     assert (reply.answer is not None) == lives
 
 
-@given(now=st.floats(0.0, 1e6), round_s=st.floats(0.0, 1e4))
-def test_the_next_look_is_later(now: float, round_s: float) -> None:
+@given(at=st.floats(0.0, 1e6), period_s=st.floats(0.01, 1e4))
+def test_the_next_look_is_later(at: float, period_s: float) -> None:
     facts = core().facts
-    facts.now, facts.control.sent_s = now, round_s
-    assert now < author._next_look(facts, facts.control) <= now + max(1.0, round_s / 50)
+    facts.begin(0.0)
+    facts.wake_after(at, period_s)
+    [wake] = facts.out
+    assert isinstance(wake, events.Wake) and at < wake.at <= at + 2 * period_s
 
 
 def test_who_is_told_that_a_version_is_arriving_elsewhere_asks_there() -> None:
@@ -160,6 +162,19 @@ def test_who_is_told_that_a_version_is_arriving_elsewhere_asks_there() -> None:
     status = with_fields(swarm.peers[other].core.status(whole=False), arriving={0: head.key})
     [ask] = of_kind(peer.core.receive(events.Heard(other, status), now + 0.1), events.AskDonor)
     assert (ask.peer, ask.get) == (other, get)
+
+
+def test_who_is_refused_asks_the_next_donor_and_decides_nothing_else_at_once() -> None:
+    """In a large swarm most questions are refused; a decision for each cost half of all of them."""
+    swarm, peer, get, donor = fetching()
+    head, now = swarm.peers[donor].tip().head, swarm.now
+    other = next(name for name in swarm.peers if name not in (peer.name, donor))
+    status = with_fields(swarm.peers[other].core.status(whole=False), arriving={0: head.key})
+    peer.core.receive(events.Heard(other, status), now)
+    assert peer.core.receive(events.Gave(donor, get, None), now) == [events.AskDonor(other, get)]
+    [wake] = peer.core.receive(events.Gave(other, get, None), now)
+    pause = peer.facts.control.inbox.fetch
+    assert isinstance(wake, events.Wake) and pause and pause.until < wake.at < pause.until + 0.11
 
 
 def test_no_author_makes_a_rival_of_a_version_that_is_arriving() -> None:

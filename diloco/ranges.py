@@ -5,7 +5,7 @@ A set has disjoint ranges in ascending order, of which none is empty and no two 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import chain
 
@@ -48,7 +48,12 @@ def difference(ranges: Ranges, without: Ranges) -> Ranges:
 
 def overlaps(first_set: Ranges, second_set: Ranges) -> bool:
     """Return True if any number is in both."""
-    return bool(first_set and second_set) and difference(first_set, second_set) != first_set
+    few, many = sorted((first_set, second_set), key=len)
+    for start, stop in few:
+        after = bisect_left(many, (stop,))  # the one before it is the last to begin before `stop`
+        if after and many[after - 1][1] > start:
+            return True
+    return False
 
 
 def count(ranges: Ranges) -> int:

@@ -71,6 +71,7 @@ class DataQueue:
     lease_from: str = ""  # who was asked for more
     dealt: dict[str, tuple[Units, float]] = field(default_factory=dict)  # by peer; until when
     changed: bool = True  # what `data.has` says may have changed since it was told
+    held: Units | None = None  # what it says, until that may have changed
 
 
 @dataclass(eq=False)

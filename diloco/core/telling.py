@@ -10,6 +10,7 @@ from diloco.core.members import AddressBook, score
 from diloco.core.rules import data
 from diloco.messages import fields
 from diloco.messages.control import Figures, Hello, Status
+from diloco.messages.heads import Key
 from diloco.protocol import WIRE_VERSION
 from diloco.ranges import NONE
 
@@ -28,6 +29,7 @@ class Telling:
         self._told_authors: frozenset[str] = frozenset()
         self._told_units = NONE
         self._told_flags: tuple[object, ...] = ()
+        self._told_arriving: dict[int, Key] = {}
         self._told_waits = False
         self._waits_since = inf
         self._units_changed = False  # since then
@@ -65,18 +67,17 @@ class Telling:
             has = data.has(core)[: fields.MAX_RANGES]
             self._units_changed = has != self._told_units
             self._told_units = has
-        is_author, arriving, changed_tips = core.is_author(), core.arriving(), self._changed_tips()
-        flags = (
-            core.trains_now,
-            core.loop.pauses,
-            core.life.leaving,
-            is_author,
-            core.planned,
-            arriving,
-        )
-        news = flags != self._told_flags or bool(changed_tips) or self._units_changed
-        waits = core.says_waits
+        arriving, changed_tips, waits = core.arriving(), self._changed_tips(), core.says_waits
+        leaves = core.life.leaving
+        flags = (core.trains_now, core.loop.pauses, leaves, core.is_author(), core.planned)
+        news = arriving != self._told_arriving or bool(changed_tips) or self._units_changed
         news = self._waits_news(waits) or news
+        if news and not leaves and core.now < self._told_at + core.tick_s - core.settings.tick_s:
+            # a large swarm hears of many versions at once, but of each at once from its author
+            news = any(core.fragments[i].tip.head.author == core.me for i in changed_tips)
+            if not news:
+                core.wake_after(core.now, core.tick_s)
+        news = news or flags != self._told_flags
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
         # few need it, and rarely
         hears_other = hears != self._told_authors
@@ -92,7 +93,7 @@ class Telling:
             self._told_at = core.now
             self._told_tips |= status.tips
             self._told_authors = hears
-            self._told_flags = flags
+            self._told_flags, self._told_arriving = flags, arriving
             self._told_waits = waits
             self._units_changed = False
         elif hears_other:

@@ -72,6 +72,8 @@ class Promises(Swarm):
     def check(self, peer: Peer) -> None:
         super().check(peer)
         name, stamps = peer.name, self.learned[peer.name]
+        held, peer.facts.data.held = peer.facts.data.held, None
+        holds(held is None or held == data.has(peer.facts), name, "tells old data")
         for f in peer.facts.fragments:
             head, before = f.tip.head, self.seen[name, f.index]
             if head is not before:

@@ -24,9 +24,12 @@ LEAP = 2**24
 
 def has(core: Facts) -> Units:
     """Data that nobody else should learn from: this peer's, and that of its pool."""
-    f, draft = core.control, core.control.learned.draft
-    here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
-    return union(core.data.queue, f.learned.units, draft.units if draft else NONE, *here)
+    if core.data.held is None:
+        f, draft = core.control, core.control.learned.draft
+        here = [item.line.units for item in f.pool.values() if not f.tip.objection(item.line)]
+        mine = core.data.queue, f.learned.units, draft.units if draft else NONE
+        core.data.held = union(*mine, *here)
+    return core.data.held
 
 
 def lease(core: Facts) -> None:
@@ -53,25 +56,25 @@ def want(core: Facts, sequences: int) -> None:
 def consumed(core: Facts, units: Units) -> None:
     """An inner step has learned from these."""
     core.data.queue = difference(core.data.queue, units)
-    core.data.changed = True
+    changed(core)
 
 
 def adopted(core: Facts) -> None:
     """The tip of the control fragment moved: its data needs nobody any more."""
     f = core.control
     core.data.queue = NONE if f.stale else difference(core.data.queue, f.tip.book.merged)
-    core.data.changed = True
+    changed(core)
 
 
 def give_back(core: Facts) -> None:
     """Train on nothing that was dealt before."""
     core.data.queue = NONE
-    core.data.changed = True
+    changed(core)
 
 
 def changed(core: Facts) -> None:
     """Note that what `has` returns may have changed."""
-    core.data.changed = True
+    core.data.changed, core.data.held = True, None
 
 
 def take_changed(core: Facts) -> bool:
@@ -82,7 +85,7 @@ def take_changed(core: Facts) -> bool:
 
 def _queue(core: Facts, new: Units) -> None:
     core.data.queue = union(core.data.queue, new)
-    core.data.changed = True
+    changed(core)
 
 
 def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
@@ -95,8 +98,8 @@ def deal(core: Facts, peer: str, want: int, its: Units) -> Units:
     theirs = [member.units for member in core.members.all() if member.peer != peer]
     granted = ((units, until) for other, (units, until) in core.data.dealt.items() if other != peer)
     dealt = [units for units, until in granted if core.now < until]
-    named = (difference(units, gaps(possible)) for units in (its, *theirs, *dealt))
-    taken = union(merged, has(core), *named)
+    named = difference(union(its, *theirs, *dealt), gaps(possible))
+    taken = union(merged, has(core), named)
     new = first(gaps(taken), want)[:MAX_UNIT_RANGES]
     if peer != core.me:
         until = inf if peer in core.members else core.now + pace.patience_s(core, f)

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace as altered
 
 from diloco.core import events
@@ -11,7 +13,7 @@ from diloco.core.rules import data
 from diloco.core.rules.learning import discarded
 from diloco.messages.control import Lease, Status
 from diloco.messages.heads import MAX_LEDGER, Entry, Head, Line
-from diloco.ranges import overlaps
+from diloco.ranges import Ranges, overlaps, union
 from tests.support.core import ME, advance, core
 from tests.support.core import line_of as signed_line
 from tests.support.fake_tensors import RUN, Arithmetic, gradient
@@ -62,6 +64,15 @@ def test_two_contributions_to_one_version_have_no_data_in_common() -> None:
     number = len(swarm.made)
     swarm.until(swarm.now + 30.0, lambda: len(swarm.made) > number)
     assert len({"x", "y"} & {line.peer for line, _ in swarm.made[-1][1].lines}) == 1
+
+
+NUMBERS = st.sets(st.integers(0, 30))
+
+
+@given(one=NUMBERS, other=NUMBERS)
+def test_sets_overlap_if_a_number_is_in_both(one: set[int], other: set[int]) -> None:
+    ranges: list[Ranges] = [union((number, number + 1) for number in each) for each in (one, other)]
+    assert overlaps(*ranges) == bool(one & other)
 
 
 def test_a_dealer_deals_nothing_that_is_merged_or_that_anybody_has() -> None:

@@ -2,11 +2,13 @@
 a fixed ladder."""
 
 import pytest
+from msgspec.structs import replace
 
-from diloco.core.events import Heard, Loaded, Tick, Wake
+from diloco.core.events import Broadcast, Heard, Loaded, Tick, Wake
+from diloco.core.history import Tip
 from diloco.core.members import PAUSE_LIMIT_S, Member, Members, Patience
 from diloco.messages.control import Status
-from tests.support.core import core, hello_of, join, status
+from tests.support.core import advance, core, hello_of, join, status
 
 FLOOR_S, BEATS, STALL_S, FIRST_STEP_S = 10.0, 8.0, 20.0, 180.0
 
@@ -127,3 +129,23 @@ def test_statuses_that_come_together_wake_a_peer_once() -> None:
         [wake] = [wake for wake in wakes if wake.at < 1.5]  # when a heartbeat is due
         ticks.append(wake.at)  # the first of them is acted upon at once
     assert ticks == pytest.approx([1.05, 1.2])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("members", [2, 64])
+def test_a_large_swarm_hears_of_versions_together_but_of_an_own_one_at_once(
+    members: int, own: bool
+) -> None:
+    peer, told = core(), list[list[int]]()
+    for number in range(members):
+        join(peer, f"p{number}")
+    facts, times = peer.facts, [1.0, 1.01, 1.2]
+    for now, f in zip(times, [*facts.fragments, None], strict=True):
+        if f:
+            advance(facts, f, "p1")  # a version of this peer
+            head = replace(f.tip.head, author=f.tip.head.author if own else "p1")
+            f.tip = Tip(head, f.tip.book)
+        acts = peer.receive(Tick(), now)
+        statuses = [act.message for act in acts if isinstance(act, Broadcast)]
+        told.append([index for status in statuses for index in status.tips])
+    assert told == ([[0], [1], []] if own or members == 2 else [[0], [], [1]])

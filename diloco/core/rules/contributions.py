@@ -30,6 +30,8 @@ def captured(core: Facts, event: Captured) -> None:
     if draft := learning.take_draft(f, event):
         line = core.sign(replace(draft, norm=event.norm, root=event.root))
         f.pool[core.me] = Contribution(line, event.payload, core.now, core.now)
+        if line.units:  # which are free again if it is late
+            data.changed(core)
 
 
 def prune(f: FragmentState) -> None:

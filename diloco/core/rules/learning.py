@@ -215,6 +215,8 @@ def send_rest(core: Facts) -> None:
     """A peer that leaves sends what it has learned, unless its run has ended."""
     for f in core.fragments:
         if f.learned.steps_left is not None or f.stale:
+            if f.learned.units:
+                data.changed(core)
             forget(f)  # nothing is loaded any more, so what came after is lost
     core.loop.due = [f for f in core.fragments if f.learned.tokens and not core.life.finished]
 

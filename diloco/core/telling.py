@@ -14,6 +14,7 @@ from diloco.messages.heads import Key
 from diloco.protocol import WIRE_VERSION
 from diloco.ranges import NONE
 
+FEW = 4  # less than one of so many
 HEARS_S = 0.5  # between two statuses that say only which authors a peer hears
 
 
@@ -72,11 +73,15 @@ class Telling:
         flags = (core.trains_now, core.loop.pauses, leaves, core.is_author(), core.planned)
         news = arriving != self._told_arriving or bool(changed_tips) or self._units_changed
         news = self._waits_news(waits) or news
-        if news and not leaves and core.now < self._told_at + core.tick_s - core.settings.tick_s:
-            # a large swarm hears of many versions at once, but of each at once from its author
-            news = any(core.fragments[i].tip.head.author == core.me for i in changed_tips)
+        if news and not leaves and core.tick_s > core.settings.tick_s:
+            # in a large swarm those who have a version first say so soon, for all to get it
+            keys = {i: core.fragments[i].tip.key for i in changed_tips}
+            keys |= arriving.items() - self._told_arriving.items()
+            rare = any(self._few_have(i, key) for i, key in keys.items())
+            pause_s = core.settings.tick_s if rare else core.tick_s
+            news = core.now >= self._told_at + pause_s
             if not news:
-                core.wake_after(core.now, core.tick_s)
+                core.wake_after(core.now, pause_s)
         news = news or flags != self._told_flags
         beats = core.now >= self._told_at + core.members.beat_s(core.settings.heartbeat_s)
         # few need it, and rarely
@@ -103,6 +108,12 @@ class Telling:
         """Fragments whose tip has moved since it was told to all."""
         told = self._told_tips
         return [f.index for f in self._core.fragments if f.tip.key != told[f.index]]
+
+    def _few_have(self, index: int, key: Key) -> bool:
+        """Return True if few members tell this version of a fragment, or a later one."""
+        members = self._core.members.all()
+        having = sum(member.tips.get(index, (0, "")) >= key for member in members)
+        return having * FEW < len(members)
 
     def _waits_news(self, waits: bool) -> bool:
         """Return True if this peer waits, or no more, for so long that it is news."""

@@ -11,6 +11,7 @@ from msgspec.structs import replace as altered
 
 from diloco.core import events
 from diloco.core.fragment import FragmentState
+from diloco.core.members import STALL_STEPS
 from diloco.core.rules import data, learning
 from diloco.core.settings import ProtocolSettings
 from diloco.messages.fields import Units
@@ -379,7 +380,8 @@ class World(Promises):
         sides = self.sides()
         for peer in self.peers.values():
             peer.hangs = True
-        self.until(self.now + 80.0)
+        slowest_s = max(peer.step_s for peer in self.peers.values())
+        self.until(self.now + max(80.0, 2 * STALL_STEPS * slowest_s))  # then they are stalled
         for side, missing in zip(sides if not self.lies else [], holes, strict=False):
             self.check_rest([peer for peer in side if peer.core], missing)
 

@@ -102,10 +102,10 @@ class Member:
             self.tips, self.hears = dict(status.tips), set(status.hears)
         else:
             self.tips.update(status.tips)
-        if not status.whole and (status.hears or status.deaf):
-            self.hears = self.hears - set(status.deaf) | set(status.hears)
-            if len(self.hears) > MAX_PEERS:
-                self.hears = set(status.hears)
+            if status.hears or status.deaf:
+                self.hears = self.hears - set(status.deaf) | set(status.hears)
+                if len(self.hears) > MAX_PEERS:
+                    self.hears = set(status.hears)
         self.units = self.units if status.units is None else status.units
         self.figures = status.figures or self.figures
         self.status, self.heard_at = status, now

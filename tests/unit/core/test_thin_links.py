@@ -144,8 +144,18 @@ def test_parts_of_an_update_that_nobody_completes_are_not_passed_on(lives: bool)
     assert (reply.answer is not None) == lives
 
 
+@given(now=st.floats(0.0, 1e6), round_s=st.floats(0.0, 1e4))
+def test_the_next_look_is_later(now: float, round_s: float) -> None:
+    facts = core().facts
+    facts.control.sent_s = round_s
+    facts.begin(now)
+    author._look_again(facts, facts.control)
+    [wake] = facts.out
+    assert isinstance(wake, events.Wake) and now < wake.at <= now + max(1.0, round_s / 50)
+
+
 @given(at=st.floats(0.0, 1e6), period_s=st.floats(0.01, 1e4))
-def test_the_next_look_is_later(at: float, period_s: float) -> None:
+def test_a_shared_look_is_later_by_two_periods_at_most(at: float, period_s: float) -> None:
     facts = core().facts
     facts.begin(0.0)
     facts.wake_after(at, period_s)

@@ -103,7 +103,10 @@ async def ask(context: Context, stream: PeerStream, get: Get) -> Records | Ancho
     )
     goal = fetching.goal if fetching else None
     question = get
-    if held and held.head.prev == get.have[1] and not get.want:
+    # 1. The last part is here. 2. The core has turned to another donor, so it is not given the
+    # update. 3. No donor has a part after the last one: the update is asked for anew.
+    is_partial = held and held.parts < len(held.update.digests)
+    if held and is_partial and held.head.prev == get.have[1] and not get.want:
         question = with_fields(get, held=held.head.id, part=held.parts)
     await stream.send(question)
     answer = await stream.receive()

@@ -17,7 +17,7 @@ from msgspec.structs import replace as with_fields
 
 from diloco.core.events import AnchorPart
 from diloco.messages.base import Message, Place
-from diloco.messages.bulk import Get, PartHeader, Values
+from diloco.messages.bulk import Get, No, PartHeader, Values
 from diloco.messages.codec import Refusal, kinds
 from diloco.messages.heads import Line
 from diloco.outer.digest import part_digest
@@ -169,7 +169,8 @@ def test_a_donor_that_answers_a_resumed_update_with_an_anchor_is_believed() -> N
         await node.learn()
         tip, values = node.core.facts.control.tip, torch.arange(float(NUMEL))
         head = with_fields(tip.head, number=9, prev="unknown")
-        broken_off = Arrival(with_fields(tip.head, prev=tip.head.id), Update(values, ()), parts=1)
+        update = Update(values, ("", ""))
+        broken_off = Arrival(with_fields(tip.head, prev=tip.head.id), update, parts=1)
         node.context.arrivals[0] = broken_off
         answer = PartHeader(head, tip.book, (part_digest(values),))
         pipe = Pipe(answer, values.view(torch.uint8).numpy().tobytes())
@@ -178,6 +179,23 @@ def test_a_donor_that_answers_a_resumed_update_with_an_anchor_is_believed() -> N
         assert isinstance(part, AnchorPart) and part.part == 0 and part.values.equal(values)
         [question] = pipe.messages()
         assert question == Get(0, tip.key, part=1, held=broken_off.head.id)
+
+    alone(scene)
+
+
+def test_an_update_that_is_whole_and_unused_is_asked_for_anew() -> None:
+    """1. Its stream breaks after the last part, before the core has it. 2. Donors have no more
+    parts to give, so a question that resumes would be answered with `No` for ever."""
+
+    async def scene(node: Alone) -> None:
+        await node.learn()
+        tip, update = node.core.facts.control.tip, Update.of(torch.zeros(8, dtype=torch.uint8))
+        head = with_fields(tip.head, prev=tip.head.id)
+        node.context.arrivals[0] = Arrival(head, update, len(update.digests))
+        pipe = Pipe(No())
+        stream = PeerStream(OTHER, pipe.reader, pipe, Traffic())
+        assert await ask(node.context, stream, Get(0, tip.key)) is None
+        assert pipe.messages() == [Get(0, tip.key)]
 
     alone(scene)
 

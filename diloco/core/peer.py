@@ -295,6 +295,7 @@ class Peer:
                 return False
             case Lease():
                 data.answer(core, peer, message)
+                return False
             case Dealt():
                 data.receive(core, peer, message)
         return True

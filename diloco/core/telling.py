@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
 
 from diloco.core.events import Broadcast
@@ -112,8 +113,9 @@ class Telling:
     def _few_have(self, index: int, key: Key) -> bool:
         """Return True if few members tell this version of a fragment, or a later one."""
         members = self._core.members.all()
-        having = sum(member.tips.get(index, (0, "")) >= key for member in members)
-        return having * FEW < len(members)
+        having = (member for member in members if member.tips.get(index, (0, "")) >= key)
+        most = -(-len(members) // FEW)
+        return len(list(islice(having, most))) < most
 
     def _waits_news(self, waits: bool) -> bool:
         """Return True if this peer waits, or no more, for so long that it is news."""

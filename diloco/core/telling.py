@@ -114,8 +114,8 @@ class Telling:
         """Return True if few members tell this version of a fragment, or a later one."""
         members = self._core.members.all()
         having = (member for member in members if member.tips.get(index, (0, "")) >= key)
-        most = -(-len(members) // FEW)
-        return len(list(islice(having, most))) < most
+        enough = -(-len(members) // FEW)
+        return len(list(islice(having, enough))) < enough
 
     def _waits_news(self, waits: bool) -> bool:
         """Return True if this peer waits, or no more, for so long that it is news."""

@@ -105,8 +105,7 @@ async def ask(context: Context, stream: PeerStream, get: Get) -> Records | Ancho
     question = get
     # 1. The last part is here. 2. The core has turned to another donor, so it is not given the
     # update. 3. No donor has a part after the last one: the update is asked for anew.
-    is_partial = held and held.parts < len(held.update.digests)
-    if held and is_partial and held.head.prev == get.have[1] and not get.want:
+    if held and not held.is_whole and held.head.prev == get.have[1] and not get.want:
         question = with_fields(get, held=held.head.id, part=held.parts)
     await stream.send(question)
     answer = await stream.receive()
@@ -178,7 +177,7 @@ async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: 
                 fetching = facts.fragments[get.fragment].inbox.fetch
                 if fetching is None or fetching.donor != stream.peer:
                     raise ConnectionError("what is arriving is not wanted")
-            if arrival.parts == len(digests):
+            if arrival.is_whole:
                 return
             while isinstance(answer := await stream.receive(), Waiting):
                 pass
@@ -200,7 +199,7 @@ async def _fill_update(context: Context, stream: PeerStream, get: Get, arrival: 
             arrival.parts += 1
             context.tasks.notify()
     finally:
-        arrival.live = arrival.parts == len(digests)
+        arrival.live = arrival.is_whole
 
 
 async def _values(

@@ -57,3 +57,8 @@ class Arrival:
     update: Update
     parts: int = 0  # parts that are here and match their digests
     live: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all parts are here."""
+        return self.parts == len(self.update.digests)
